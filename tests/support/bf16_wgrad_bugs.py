@@ -100,8 +100,8 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((TILES, "tokens = shared.groups.tokens(tile.group);", "tokens = shared.groups.tokens(tile.group - 1);"),),
     ),
-    Bug("first microbatch accumulates", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, true>"),)),
-    Bug("a later microbatch stores", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, false>"),), onto=True),
+    Bug("first microbatch accumulates", (), ((STORE, "if (piece < NUM_LOADED)", "if (true)"),)),
+    Bug("a later microbatch stores", (), ((STORE, "if (piece < NUM_LOADED)", "if (false)"),), onto=True),
     Bug(
         "empty groups get zeros added",  # -0 and NaN do not survive it
         (),

@@ -21,12 +21,13 @@ def search(
     launch: launches on the driver it is given, and returns what tells whether its output is right. A bug that has kinds
     is found by a report of one of them, any other by a report or a wrong output.
     """
+    num_sms = getattr(config, "cluster_n", 1)  # one CTA or one cluster
     driver = Variant("sm_90a", main, bug.edits, config, bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
         # Bits tell of arithmetic; where a report must, what the products are does not matter.
         arithmetic = "fast" if bug.kinds else "truncate"
-        with driver.configured(seed=seed, raise_on_reports=False, num_sms=1, arithmetic=arithmetic):
+        with driver.configured(seed=seed, raise_on_reports=False, num_sms=num_sms, arithmetic=arithmetic):
             is_right = launch(driver)
             result: Any = driver.last_result
         kinds += [report.kind for report in result.reports]

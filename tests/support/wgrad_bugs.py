@@ -19,6 +19,10 @@ RANK = "device/rank_groups.cuh"
 STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
 TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
 TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
+CLUSTERED = WgradConfig(block_m=128, num_stages=2, cluster_n=2, out_dtype=torch.float32)
+REDUCED = WgradConfig(
+    block_m=256, num_stages=2, cluster_n=2, out_dtype=torch.float32, accumulate=True, reduced_pieces=2
+)
 COLUMN_SCALES = WgradConfig(block_m=128, num_stages=2, mode="1d1d", out_dtype=torch.float32)
 
 
@@ -42,6 +46,7 @@ class Bug:
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_LOADED = "mbarrier_wait(d_loaded(shared, warpgroup, piece), (piece / NUM_D + parity) % 2);"
+CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
 
 BUGS: tuple[Bug, ...] = (
@@ -91,9 +96,9 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scales of X of the block before",
         (),
-        ((LOAD, "tile.column, block_start + block);", "tile.column, block_start + block - 1);"),),
+        ((LOAD, "column, block_start + block);", "column, block_start + block - 1);"),),
     ),
-    Bug("tokens of X taken where dY has them", (), ((LOAD, "b_start + t, tile.column", "a_start + t, tile.column"),)),
+    Bug("tokens of X taken where dY has them", (), ((LOAD, "b_start + t, column", "a_start + t, column"),)),
     Bug("first block added to the last tile", (), ((MULTIPLY, "FIRST ? 0.0f : d[i]", "d[i]"),)),
     Bug(
         "column scales of the wrong columns",
@@ -103,8 +108,8 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("the lower rows take the upper rows' scale", (), ((MULTIPLY, "scale[i / 2 % 2]", "scale[0]"),)),
     # ---- what is stored
-    Bug("first microbatch accumulates", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, true>"),), quick=True),
-    Bug("a later microbatch stores", (), ((STORE, "OUT_TYPE, ACCUMULATE>", "OUT_TYPE, false>"),), onto=True),
+    Bug("first microbatch accumulates", (), ((STORE, "if (piece < NUM_LOADED)", "if (true)"),), quick=True),
+    Bug("a later microbatch stores", (), ((STORE, "if (piece < NUM_LOADED)", "if (false)"),), onto=True),
     Bug(
         "empty groups get zeros added",  # -0 and NaN do not survive it
         (),
@@ -140,11 +145,7 @@ BUGS: tuple[Bug, ...] = (
         quick=True,
     ),
     Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
-    Bug(
-        "stage never released",
-        ("deadlock",),
-        ((MULTIPLY, "if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));", ""),),
-    ),
+    Bug("stage never released", ("deadlock",), ((MULTIPLY, "if (lane == 0) mbarrier_arrive(empty);", ""),)),
     Bug(
         "stage released before X's scales of its columns are read",
         ("race",),
@@ -221,6 +222,70 @@ BUGS: tuple[Bug, ...] = (
         ((STORE, "mbarrier_arrive_expect_tx(loaded, PIECE_SLABS *", "mbarrier_arrive_expect_tx(loaded,"),),
         onto=True,
     ),
+    Bug(
+        "a piece of the copy engine's is stored",
+        (),
+        ((STORE, "piece >= NUM_LOADED", "piece > NUM_LOADED"),),
+        REDUCED,
+        onto=True,
+    ),
+    Bug("a piece added twice", (), ((STORE, "piece >= NUM_LOADED", "piece >= NUM_LOADED - 1"),), REDUCED, onto=True),
+    Bug(
+        "an empty buffer is never handed out",
+        ("deadlock",),
+        ((STORE, "mbarrier_arrive(d_loaded(shared, warpgroup, piece));", ";"),),
+        REDUCED,
+        onto=True,
+    ),
+    Bug(
+        "old values not waited for beside the copy engine's",
+        ("race",),
+        ((STORE, WAIT_LOADED, ";"),),
+        REDUCED,
+        onto=True,
+    ),
+    # ---- clusters
+    Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTERED),
+    Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTERED, nth=1),
+    Bug(
+        "rows of A for its own CTA alone",
+        ("deadlock",),
+        ((LOAD, "(1 << CLUSTER_N) - 1", "1 << cluster_cta_rank()"),),
+        CLUSTERED,
+    ),
+    Bug(
+        "both CTAs bring the same rows of A",
+        (),
+        ((LOAD, "const int first = static_cast<int>(cluster_cta_rank()) * ROWS;", "const int first = 0;"),),
+        CLUSTERED,
+        quick=True,
+    ),
+    Bug("both CTAs ask for the next tile", ("mbarrier",), ((LOAD, "cluster_cta_rank() == 0;", "true;"),), CLUSTERED),
+    Bug(
+        "both CTAs take the first one's columns",
+        (),
+        ((STORAGE, "tile.column + static_cast<int>(cluster_cta_rank()) * BLOCK_N;", "tile.column;"),),
+        CLUSTERED,
+    ),
+    Bug(
+        "a stage released to its own CTA alone",
+        ("deadlock",),
+        (
+            (
+                MULTIPLY,
+                "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);",
+                "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);",
+            ),
+        ),
+        CLUSTERED,
+    ),
+    Bug(
+        "empty barrier counts one CTA of the cluster",
+        ("race", "mbarrier"),
+        ((MAIN, "CLUSTER_N * NUM_CONSUMER_WARPS", "NUM_CONSUMER_WARPS"),),
+        CLUSTERED,
+        seeds=8,
+    ),
     Bug("half a wave staged where the other half is", (), ((STORAGE, "piece % PIECES_PER_WAVE * PIECE_COLUMNS", "0"),)),
     Bug(
         "store does not wait for what is staged",
@@ -248,7 +313,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "empty groups ask for no next tile",
         ("deadlock",),
-        ((LOAD, "if (blocks == 0) mbarrier_arrive(shared_address(&shared.next_tile_wanted));", ""),),
+        ((LOAD, "if (blocks == 0 && draws) mbarrier_arrive(shared_address(&shared.next_tile_wanted));", ""),),
     ),
     Bug(
         "global memory read before the kernels ahead have ended",

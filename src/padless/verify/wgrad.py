@@ -13,6 +13,7 @@ from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.verify.problems.wgrad import (
+    ADDING,
     SHAPES,
     VARIANTS,
     WgradShape,
@@ -88,7 +89,7 @@ def check_independence(shapes: Sequence[WgradShape] = SHAPES, device: str = "cud
 
 def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
     """Four microbatches in one stream: what the first stored, and a float32 addition for each of the others."""
-    configs = [c for c in VARIANTS if c.out_dtype == torch.float32]
+    configs = [*(c for c in VARIANTS if c.out_dtype == torch.float32), *ADDING]
     for config in configs:
         batches = [
             tuple(moved(operand, device) for operand in random_operands(shape, config.mode, seed))
@@ -97,7 +98,8 @@ def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
         shape = _MICROBATCHES[0]
         out = torch.full((len(shape.sizes), shape.n, shape.k), float("nan"), device=device)
         for i, (dy, x) in enumerate(batches):
-            grouped_gemm_wgrad(dy, x, out=out, accumulate=i > 0, backend=backend, config=config)
+            chosen = None if i == 0 and config in ADDING else config
+            grouped_gemm_wgrad(dy, x, out=out, accumulate=i > 0, backend=backend, config=chosen)
         total = _reference(*batches[0])
         for dy, x in batches[1:]:
             kept = torch.tensor([size > 0 for size in sizes_of(dy)], device=device)
@@ -123,9 +125,10 @@ def _check_subnormals(device: str, backend: str | None) -> None:
     part = run(*tiny, config, backend)
     least = torch.finfo(torch.float32).tiny
     assert bool(((part != 0) & (part.abs() < least)).any()), "no product is subnormal"
-    total = run(*tiny, config, backend, part.clone())
     has_tokens = torch.tensor(sizes_of(dy), device=device)[:, None, None] > 0
-    assert same_bits(total, torch.where(has_tokens, part + part, part)), "subnormal numbers are not added"
+    wanted = torch.where(has_tokens, part + part, part)
+    for adding in (config, replace(config, accumulate=True, reduced_pieces=1)):
+        assert same_bits(run(*tiny, adding, backend, part.clone()), wanted), "subnormal numbers are not added"
 
 
 def check_repeats(device: str = "cuda", backend: str | None = None) -> str:
@@ -188,6 +191,9 @@ def rehearse(backend: str) -> None:
             dy, x = random_operands(shape, mode)
             for dtype in dtypes:
                 grouped_gemm_wgrad(dy, x, out_dtype=dtype, backend=backend, config=config)
+    for config in ADDING:
+        dy, x = random_operands(_SMALL[0], config.mode)
+        run(dy, x, config, backend, torch.zeros((dy.num_groups, dy.features, x.features)))
 
 
 if __name__ == "__main__":

@@ -116,6 +116,51 @@ def test_accumulating_in_many_tiles(config: WgradConfig) -> None:
     assert same_bits(launched(dy, x, config, before, num_sms=2), wanted)
 
 
+# Three tiles along K, of which the last cluster has one; and one, of which the second CTA has nothing.
+PAIRS = (WgradShape((160, 0, 33), 5, 48, 272, (128, 32)), WgradShape((33, 200), 0, 160, 80))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WgradConfig(block_m=128, cluster_n=2),
+        pytest.param(WgradConfig(block_m=256, cluster_n=2), marks=pytest.mark.slow),
+        pytest.param(WgradConfig(block_m=256, cluster_n=2, mode="1d1d"), marks=pytest.mark.slow),
+        pytest.param(replace(STORED, cluster_n=2), marks=pytest.mark.slow),
+        pytest.param(replace(STORED, cluster_n=2, mode="1d1d"), marks=pytest.mark.slow),
+    ],
+)
+def test_clusters_have_the_references_bits(config: WgradConfig) -> None:
+    for shape in PAIRS:
+        dy, x = random_operands(shape, config.mode, 1)
+        out = launched(poisoned(dy), poisoned(x), config, num_sms=2)
+        assert same_bits(out, reference(dy, x, config.out_dtype))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(
+            replace(STORED, accumulate=True, block_m=rows, reduced_pieces=pieces, cluster_n=cluster, mode=mode),
+            id=f"{mode}-{rows}-{pieces}-{cluster}",
+            marks=() if (rows, cluster) == (256, 2) and mode == "1d2d" and pieces == 2 else pytest.mark.slow,
+        )
+        for mode in ("1d2d", "1d1d")
+        for rows, pieces, cluster in ((128, 1, 1), (128, 1, 2), (256, 0, 2), (256, 2, 1), (256, 2, 2), (256, 3, 2))
+    ],
+)
+def test_pieces_that_tma_adds(config: WgradConfig) -> None:
+    """Several tiles to a CTA; what was there is subnormal in places, and so is the sum where dY is zero."""
+    for shape in PAIRS:
+        dy, x = random_operands(shape, config.mode, 1)
+        dy.data.view(torch.uint8)[::6] = 0
+        stored = reference(dy, x, torch.float32)
+        before = torch.randn(stored.shape, generator=torch.Generator().manual_seed(5)) * stored.abs().mean()
+        before[:, ::3] *= 2.0**-140
+        wanted = torch.where(torch.tensor(shape.sizes)[:, None, None] > 0, before + stored, before)
+        assert same_bits(launched(dy, x, config, before, num_sms=2), wanted)
+
+
 def test_empty_groups_are_stored_as_zeros() -> None:
     for sizes in ((0, 0, 0), (0, 40, 0)):
         dy, x = random_operands(replace(LENGTHS, sizes=sizes), "1d2d", 4)

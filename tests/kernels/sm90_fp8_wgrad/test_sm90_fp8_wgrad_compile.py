@@ -19,15 +19,26 @@ from support.machine_code import complaints, instructions
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 CONFIGS = [
-    WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype, max_groups=groups, accumulate=accumulate)
+    WgradConfig(
+        block_m=block_m,
+        mode=mode,
+        out_dtype=dtype,
+        max_groups=groups,
+        cluster_n=cluster,
+        accumulate=accumulate,
+        reduced_pieces=reduced,
+    )
     for mode, dtype, groups in itertools.product(MODES, GRADIENT_DTYPES, (256, 1024))
-    for block_m in blocks_m(mode, dtype)
     for accumulate in ((False, True) if dtype == torch.float32 else (False,))
+    for block_m in blocks_m(mode, dtype, accumulate)
+    for cluster in ((1, 2) if block_m == 256 else (1,))
+    for reduced in ((0, 2) if block_m == 256 and accumulate else (0,))
 ]
 
 
 def name_of(config: WgradConfig) -> str:
-    return f"{config.mode}-{config.block_m}-{str(config.out_dtype)[6:]}{' +=' * config.accumulate}-{config.max_groups}"
+    adds = f" +={config.reduced_pieces}" if config.accumulate else ""
+    return f"{config.mode}-{config.block_m}x{config.cluster_n}-{str(config.out_dtype)[6:]}{adds}-{config.max_groups}"
 
 
 def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
@@ -45,6 +56,8 @@ def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKe
         "UTMALDG.2D": True,
         "UTMASTG.3D": True,
         "UTMALDG.3D": config.accumulate,  # of what is added to
+        "UTMAREDG.3D.ADD": config.reduced_pieces > 0,
+        "UTMALDG.2D.MULTICAST": config.cluster_n == 2,
         "LDGSTS.E": is_blocks,  # X's scales, too few for the copy engine
     }
     found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
@@ -114,7 +127,21 @@ def test_the_larger_tile_where_there_is_work_for_it() -> None:
     assert tiles_of(few, 256) == 128
     assert select_config(problem(n=128, num_groups=1)).block_m == 128
     adds = problem(out_dtype=torch.float32, accumulate=True)
-    assert [select_config(replace(adds, tokens=32 * size)).block_m for size in (256, 1024, 4096)] == [128, 128, 256]
+    assert [select_config(replace(adds, tokens=32 * size)).block_m for size in (256, 1024, 4096)] == [128, 256, 256]
+
+
+def test_clusters_and_sums_by_tma_where_groups_are_long() -> None:
+    """A cluster has two tiles along K; where bytes bind, neither pays."""
+
+    def chosen(**fields: object) -> tuple[int, int]:
+        config = select_config(problem(**fields))
+        return config.cluster_n, config.reduced_pieces
+
+    assert [chosen(tokens=32 * size) for size in (512, 1024, 4096)] == [(1, 0), (2, 0), (2, 0)]
+    assert chosen(k=7168 - 128) == (1, 0)
+    adds = {"out_dtype": torch.float32, "accumulate": True}
+    assert [chosen(tokens=32 * size, **adds) for size in (512, 1024)] == [(1, 0), (1, 2)]
+    assert [chosen(tokens=32 * size, mode="1d1d", **adds) for size in (512, 1024)] == [(1, 0), (2, 2)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.testing.compile_ahead import listing
 from padless.verify import wgrad as verify_wgrad
 from padless.verify.problems import wgrad as verify_wgrad_problems
-from padless.verify.problems.wgrad import SHAPES, VARIANTS, WgradShape, random_operands, sizes_of
+from padless.verify.problems.wgrad import ADDING, SHAPES, VARIANTS, WgradShape, random_operands, sizes_of
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.run import jobs_of
 from padless.verify.wgrad import check_accumulation, check_bits, check_independence, check_repeats
@@ -25,6 +25,7 @@ FEW = (WgradConfig(block_m=128, out_dtype=torch.float32),)
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_wgrad, "VARIANTS", FEW)
+    monkeypatch.setattr(verify_wgrad, "ADDING", ())
     monkeypatch.setattr(verify_wgrad, "_REPEATED", SMALL[0])
     monkeypatch.setattr(verify_wgrad, "_REPEATS", 2)
     batches = tuple(replace(shape, n=16, k=48) for shape in verify_wgrad._MICROBATCHES)
@@ -103,5 +104,5 @@ def test_all_kernels_are_compiled_ahead() -> None:
     with listing("sm_90a", "cubin", 132) as asked:
         rehearsal.calls()
     texts = {kernel.prelude for kernel in asked}
-    assert {config.prelude() for config in VARIANTS} <= texts
+    assert {config.prelude() for config in (*VARIANTS, *ADDING)} <= texts
     assert {kernel.source for kernel in asked} == {"sm90_fp8_wgrad/sm90_fp8_wgrad.cu"}

@@ -91,7 +91,8 @@ def own_contenders(point: WgradPoint, operands: WgradOperands, outs: Outputs) ->
         bytes_ += out.nbytes * (2 if accumulates else 1)
         others = [m for m in blocks_m(mode, dtype) if m != picked.block_m and (point.every_tile or mode == "1d2d")]
         for block_m in (picked.block_m, *others):
-            config: WgradConfig | None = None if block_m == picked.block_m else replace(picked, block_m=block_m)
+            alone = replace(picked, block_m=block_m, cluster_n=1, reduced_pieces=0)
+            config: WgradConfig | None = None if block_m == picked.block_m else alone
 
             def call(
                 x: GroupedColumns = x,

@@ -1,5 +1,6 @@
 // What the roles of a weight gradient's kernel know of its groups and tiles. Included behind the kernel's SharedStorage, which has
-// `groups` (RankedGroups) and `queue`, its Reader, Problem, OUT_TYPE and NUM_THREADS.
+// `groups` (RankedGroups) and `queue`, its Reader, Problem, OUT_TYPE, D_EVICTS_FIRST (whether operands may push the result out of
+// L2) and NUM_THREADS.
 #pragma once
 
 // A consumer's walk through the queue, of which it needs to know no more than how many tokens a tile's group has.
@@ -36,5 +37,8 @@ __device__ __forceinline__ bool is_in_result(const Problem& problem, const Tile&
 }
 __device__ __forceinline__ void write_slab(const Problem& /*problem*/, const TensorMap& map_d, uint32_t slab,
                                            const Tile& tile, int row, int column) {
-    tma_store_3d(map_d, slab, column, row, tile.group);
+    if constexpr (D_EVICTS_FIRST)
+        tma_store_3d_evict_first(map_d, slab, column, row, tile.group);
+    else
+        tma_store_3d(map_d, slab, column, row, tile.group);
 }

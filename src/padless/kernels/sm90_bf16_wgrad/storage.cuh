@@ -27,6 +27,8 @@ constexpr int SLAB_BYTES = WGMMA_M * 128;
 constexpr int PIECE_COLUMNS = PIECE_SLABS * SLAB_COLUMNS;
 constexpr int NUM_PIECES = BLOCK_N / PIECE_COLUMNS;
 constexpr int NUM_D = 2;
+constexpr int REDUCED_PIECES = 0;
+constexpr bool D_EVICTS_FIRST = false;
 static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>

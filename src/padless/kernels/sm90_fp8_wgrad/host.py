@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.kernels.launch import Prepared, load_kernel, tile_counter
+from padless.kernels.launch import Prepared, load_kernel, persistent_grid, tile_counter
 from padless.kernels.sm90_fp8_wgrad.config import (
     BLOCK_N,
     WgradConfig,
@@ -49,8 +49,9 @@ def prepare(
     counter = tile_counter(config, device, out.data_ptr())
     integers = (n, k, num_groups, dy.data.shape[1], x.data.shape[1], x.scale.shape[0], counter)
     arguments += [(value, 4) for value in integers]
-    ctas = min(problem.num_sms, tiles_of(problem, config.block_m))
-    shape = LaunchShape(ctas, kernel.num_threads, 1, programmatic=True)
+    tiles = tiles_of(problem, config.block_m, config.cluster_n)
+    ctas = persistent_grid(problem.num_sms, tiles, config.cluster_n)
+    shape = LaunchShape(ctas, kernel.num_threads, config.cluster_n, programmatic=True)
     tensors = [dy.data, dy.scale, x.data, *pointers, out]
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors))
 
@@ -61,7 +62,7 @@ def _tensor_maps(
     """The kernel's tensor maps, in its order: A, B, scales of A, scales of B, D."""
     sfa = _scale_rows(dy.scale, config.block_m)
     return (
-        tensor_map.operand(dy.data, config.block_m),
+        tensor_map.operand(dy.data, config.block_m // config.cluster_n),
         tensor_map.operand(x.data, BLOCK_N),
         sfa,
         _scale_rows(x.scale, BLOCK_N) if config.mode == "1d1d" else sfa,  # 128 x 128 scales are fetched without

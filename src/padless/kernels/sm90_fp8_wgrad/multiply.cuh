@@ -20,10 +20,15 @@ struct ConsumerView {
 constexpr int SFA_STAGE_BYTES = BLOCK_M * 4;
 constexpr int SFB_STAGE_BYTES = SFB_STAGE_FLOATS * 4;
 
-// One arrival a warp, after all its lanes have read the stage.
+// One arrival a warp at every CTA of the cluster, after all its lanes have read the stage.
 __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+    const uint32_t empty = shared_address(&shared.empty[stage]);
+    if constexpr (CLUSTER_N == 1) {
+        if (lane == 0) mbarrier_arrive(empty);
+    } else {
+        if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);
+    }
 }
 
 // d += p * scales (d = p * scales in a tile's FIRST block) of one wave. Registers as in wgmma.cuh: d[4 i + j] is this thread's row

@@ -114,14 +114,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
         prefetch_tensormap(map_d);
         for (int s = 0; s < STAGES; ++s) {
             mbarrier_init(shared_address(&shared.full[s]), FULL_ARRIVALS);
-            mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
+            mbarrier_init(shared_address(&shared.empty[s]), CLUSTER_N * NUM_CONSUMER_WARPS);
         }
         mbarrier_init(shared_address(&shared.next_tile_wanted), 1);
         for (int i = 0; i < NUM_MMA_WARPGROUPS * NUM_D; ++i)
             mbarrier_init(d_loaded(shared, i / NUM_D, i % NUM_D), 1);
         for (int s = 0; s < QUEUE_SLOTS; ++s) {
             mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-            mbarrier_init(shared_address(&shared.queue.empty[s]), NUM_TILE_READERS);
+            mbarrier_init(shared_address(&shared.queue.empty[s]), CLUSTER_N * NUM_TILE_READERS);
         }
         fence_mbarrier_init();
     }
@@ -129,18 +129,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
     rank_groups(shared, offs, num_groups, a_tokens < b_tokens ? a_tokens : b_tokens, warp, lane);
+    if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int role = warp - NUM_CONSUMER_WARPS;
         if (role == 0) {
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
-        } else if (role == 1) {
+        } else if (role == 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             const Order order{shared.groups, num_groups, n_rows, n_columns, ACCUMULATE};
             if (elect_one())
-                schedule_tiles<1, false, true>(shared.queue, order, counter, blockIdx.x, gridDim.x,
-                                               &shared.next_tile_wanted);
-        } else {
+                schedule_tiles<CLUSTER_N, false, true>(shared.queue, order, counter, blockIdx.x / CLUSTER_N,
+                                                       gridDim.x / CLUSTER_N, &shared.next_tile_wanted);
+        } else if (role > 1) {
             store_tiles(shared, problem, map_d, role - 2, lane);
         }
         __syncwarp();
@@ -148,5 +152,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
         setmaxnreg_inc<CONSUMER_REGISTERS>();
         consume_tiles(shared, warp / 4, warp % 4, lane);
         __syncwarp();
+    }
+    if constexpr (CLUSTER_N > 1) {  // nor leave while the other may still signal or fill it
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
     }
 }

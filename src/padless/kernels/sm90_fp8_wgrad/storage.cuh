@@ -1,7 +1,7 @@
 // What the roles of sm90_fp8_wgrad.cu share: the constants that follow from its config, shared memory, the problem.
 #pragma once
 
-// The host defines, from WgradConfig: BLOCK_M, NUM_STAGES (0 = as many as fit), RASTER_M, MAX_GROUPS,
+// The host defines, from WgradConfig: BLOCK_M, NUM_STAGES (0 = as many as fit), CLUSTER_N, RASTER_M, MAX_GROUPS, REDUCED_PIECES,
 // X_SCALES_ARE_BLOCKS (1d2d; else 1d1d), OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to what is there).
 constexpr int BLOCK_T = 128;  // tokens of a stage, bytes of an operand's row, tokens that share a scale
 constexpr int BLOCK_N = 128;  // columns of a tile: all have one scale in 1d2d
@@ -32,6 +32,7 @@ constexpr int NUM_PIECES = WAVES * PIECES_PER_WAVE;
 constexpr int PIECE_COLUMNS = BLOCK_N / PIECES_PER_WAVE;
 constexpr int PIECE_SLABS = PIECE_COLUMNS / SLAB_COLUMNS;
 constexpr int NUM_D = 2;
+constexpr bool D_EVICTS_FIRST = CLUSTER_N > 1 && !ACCUMULATE;
 static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>
@@ -54,8 +55,8 @@ using SharedStorage = SharedStorageOf<STAGES>;
 // How many multiply-adds of the promotion in a row read their common scale once (operand_reuse.py).
 extern "C" __device__ const int padless_reuse_run = WAVES == 2 ? 12 : 4;
 
-using Order = LongestFirst<BLOCK_M, BLOCK_N, RASTER_M, MAX_GROUPS>;
-using Reader = TileReader<1>;
+using Order = LongestFirst<BLOCK_M, BLOCK_N * CLUSTER_N, RASTER_M, MAX_GROUPS>;
+using Reader = TileReader<CLUSTER_N>;
 
 // A transposed operand: where every group begins in it.
 struct Columns {
@@ -70,12 +71,17 @@ struct Problem {
     int n_rows, n_columns, num_groups, scale_rows;
 };
 
+// The CTAs of a cluster stand side by side along the columns and share the rows of A.
+__device__ __forceinline__ int cta_column(const Tile& tile) {
+    return CLUSTER_N == 1 ? tile.column : tile.column + static_cast<int>(cluster_cta_rank()) * BLOCK_N;
+}
+
 // Where in the result a warpgroup's piece of a tile begins (device/sm90/piece_store.cuh).
 __device__ __forceinline__ int piece_row(const Tile& tile, int warpgroup, int piece) {
     return tile.row + piece / PIECES_PER_WAVE * WAVE_ROWS + warpgroup * WGMMA_M;
 }
 __device__ __forceinline__ int piece_column(const Tile& tile, int piece) {
-    return tile.column + piece % PIECES_PER_WAVE * PIECE_COLUMNS;
+    return cta_column(tile) + piece % PIECES_PER_WAVE * PIECE_COLUMNS;
 }
 
 // Blocks of 128 tokens, the last one begun.

@@ -50,6 +50,11 @@ VARIANTS = tuple(
     WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype)
     for mode, dtype in itertools.product(MODES, GRADIENT_DTYPES)
     for block_m in blocks_m(mode, dtype)
+) + tuple(WgradConfig(cluster_n=2, mode=mode) for mode in MODES)
+# What is added by the multiprocessor and by the copy engine, in clusters too; these store nothing.
+ADDING = tuple(
+    WgradConfig(256, 0, cluster_n, mode=mode, out_dtype=torch.float32, accumulate=True, reduced_pieces=2)
+    for cluster_n, mode in ((1, "1d2d"), (2, "1d2d"), (2, "1d1d"))
 )
 
 

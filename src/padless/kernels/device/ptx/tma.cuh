@@ -85,6 +85,26 @@ __device__ __forceinline__ void tma_store_3d(const TensorMap& map, uint32_t sour
         : "memory");
 }
 
+// The same, of what is not read again soon: L2 drops it before all else.
+__device__ __forceinline__ void tma_store_3d_evict_first(const TensorMap& map, uint32_t source, int c0,
+                                                         int c1, int c2) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group.L2::cache_hint [%0, {%2, %3, %4}], [%1], %5;" ::
+            "l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2), "l"(0x12F0000000000000)
+        : "memory");
+}
+
+// Adds the box to what is in global memory, in the element type of the map.
+__device__ __forceinline__ void tma_reduce_add_3d(const TensorMap& map, uint32_t source, int c0, int c1,
+                                                  int c2) {
+    asm volatile(
+        "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+            "l"(&map),
+        "r"(source), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_store_4d(const TensorMap& map, uint32_t source, int c0, int c1, int c2,
                                              int c3) {
     asm volatile(

@@ -13,7 +13,8 @@
 //
 // Where the result is added to (ACCUMULATE), a buffer is handed out with the old values of its piece in it, which the copy engine
 // brings behind the last store's reads; consumers wait for d_loaded (a barrier of its bytes) in place of d_free, add, and the sums
-// are stored. So they are fetched from one tile's end on for the next.
+// are stored. So they are fetched from one tile's end on for the next. The last REDUCED_PIECES pieces of a tile have their
+// buffers handed out empty, by the same barrier, and the copy engine adds them where the result is.
 //
 // Included behind the kernel's SharedStorage, Reader, Problem, these constants and these functions: piece_row and piece_column,
 // where in the result a warpgroup's piece of a tile begins; is_in_result, whether the result has a row and column of a tile; and
@@ -21,9 +22,11 @@
 #pragma once
 
 static_assert(!ACCUMULATE || OUT_TYPE == OUT_F32, "sums are float32");
-constexpr int USES = NUM_PIECES / NUM_D;  // of a buffer, by a tile
-constexpr int NO_ROW = 1 << 30;           // behind any result: what is read there is zeros
-constexpr int STORE_THREADS = 128 + 32;   // that meet at a barrier: a warpgroup and its store warp
+static_assert(REDUCED_PIECES <= NUM_PIECES, "of a tile's pieces");
+constexpr int USES = NUM_PIECES / NUM_D;                                  // of a buffer, by a tile
+constexpr int NUM_LOADED = ACCUMULATE ? NUM_PIECES - REDUCED_PIECES : 0;  // pieces with old values, the first
+constexpr int NO_ROW = 1 << 30;          // behind any result: what is read there is zeros
+constexpr int STORE_THREADS = 128 + 32;  // that meet at a barrier: a warpgroup and its store warp
 
 __device__ __forceinline__ uint32_t d_free(int warpgroup, int piece) {
     return 1 + warpgroup * NUM_D + piece % NUM_D;
@@ -51,9 +54,12 @@ __device__ __forceinline__ void stage_part(const float (&d)[PIECES * PIECE_COLUM
             mbarrier_wait(d_loaded(shared, warpgroup, piece), (piece / NUM_D + parity) % 2);
         else
             bar_sync(d_free(warpgroup, piece), STORE_THREADS);
-        stage_tile<PIECE_COLUMNS, OUT_TYPE, ACCUMULATE>(reinterpret_cast<Piece>(d[i * (PIECE_COLUMNS / 2)]),
-                                                        shared_address(shared.d[warpgroup][piece % NUM_D]),
-                                                        warp, lane);
+        Piece values = reinterpret_cast<Piece>(d[i * (PIECE_COLUMNS / 2)]);
+        const uint32_t slabs = shared_address(shared.d[warpgroup][piece % NUM_D]);
+        if (piece < NUM_LOADED)
+            stage_tile<PIECE_COLUMNS, OUT_TYPE, true>(values, slabs, warp, lane);
+        else
+            stage_tile<PIECE_COLUMNS, OUT_TYPE>(values, slabs, warp, lane);
         fence_proxy_async_shared();
         bar_arrive(d_full(warpgroup, piece), STORE_THREADS);
         if (ACCUMULATE && USES % 2 == 1 && piece == NUM_PIECES - 1) parity ^= 1;
@@ -73,7 +79,7 @@ __device__ __forceinline__ void load_piece(Storage& shared, const TensorMap& map
         tma_load_3d(map_d, slab, loaded, piece_column(tile, piece) + s * SLAB_COLUMNS, row, tile.group);
     }
     if (piece > 0 || tile.rows == 0) return;
-    for (int later = NUM_D; later < NUM_PIECES; ++later)
+    for (int later = NUM_LOADED < NUM_D ? NUM_LOADED : NUM_D; later < NUM_PIECES; ++later)
         for (int s = 0; s < PIECE_SLABS; ++s)
             tma_prefetch_3d(map_d, piece_column(tile, later) + s * SLAB_COLUMNS,
                             piece_row(tile, warpgroup, later), tile.group);
@@ -88,7 +94,10 @@ __device__ __forceinline__ void store_piece(SharedStorage& shared, const Problem
         const int column = piece_column(tile, piece) + s * SLAB_COLUMNS;
         if (!is_in_result(problem, tile, row, column)) break;
         const uint32_t slab = shared_address(shared.d[warpgroup][piece % NUM_D] + s * SLAB_BYTES);
-        write_slab(problem, map_d, slab, tile, row, column);
+        if (ACCUMULATE && piece >= NUM_LOADED)
+            tma_reduce_add_3d(map_d, slab, column, row, tile.group);
+        else
+            write_slab(problem, map_d, slab, tile, row, column);
     }
     cp_async_bulk_commit_group();
 }
@@ -100,7 +109,10 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
     Tile tile{}, next{};
     const auto hand_out = [&](const Tile& to, int piece) {
         if constexpr (ACCUMULATE) {
-            if (lane == 0) load_piece(shared, map_d, to, warpgroup, piece);
+            if (lane == 0 && piece < NUM_LOADED)
+                load_piece(shared, map_d, to, warpgroup, piece);
+            else if (lane == 0)
+                mbarrier_arrive(d_loaded(shared, warpgroup, piece));
         } else {
             bar_arrive(d_free(warpgroup, piece), STORE_THREADS);
         }
