@@ -81,21 +81,6 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint3
                  : "memory");
 }
 
-// The same, each matrix stored by columns: what lane l has of its row l / 4 goes to rows 2 (l % 4) and 2 (l % 4) + 1.
-__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r1,
-                                                       uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-                 "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-                 : "memory");
-}
-
-// Two of them; lanes 0 to 15 give the addresses.
-__device__ __forceinline__ void stmatrix_x2_transposed(uint32_t address, uint32_t r0, uint32_t r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(r0),
-                 "r"(r1)
-                 : "memory");
-}
-
 // `low` lands in the low half: the first of the two columns.
 __device__ __forceinline__ uint32_t cvt_bf16x2(float low, float high) {
     uint32_t packed;
