@@ -28,6 +28,7 @@ SHARE_OF_FINISH = 2
 LOCALIZE_BLOCK = 1024
 IDS_AT_ONCE = 1024  # of `publish_ids`
 COLUMNS = 1024  # of a row that a program sums at once
+ITEMS_OF_TWO_WARPS = 32  # of them that a program has at least where two warps sum faster than four
 VIRTUAL_PROGRAMS = 3
 VIRTUAL_POLLS = 3
 FEW_SLOTS = 1024  # of all ranks: up to here a dispatch is two launches
@@ -223,13 +224,15 @@ class SymmBackend:
 
         s, state, layout = self._settings, self._state, self._state.layout
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        items = s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS)
+        warps = 2 if items > ITEMS_OF_TWO_WARPS * self._programs else 4
         with self._on_device():
-            send_back.fan_in[self._grid(s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS))](
+            send_back.fan_in[self._grid(items)](
                 state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
                 s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=2, enable_fp_fusion=False,
+                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
 
     def finish(self, plan: ExpertPlan, *, with_slots: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
