@@ -1,4 +1,4 @@
-"""Bugs planted in a Hopper kernel: its variant runs in the emulator, seed after seed, until the bug is found."""
+"""Bugs planted in a kernel: its variant runs in the emulator, seed after seed, until the bug is found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Detect = Callable[[Any], tuple[int | None, list[str]]]
 
 
 def search(
-    bug: Any, main: str, config: Any, launch: Callable[[Any], Callable[[], bool]]
+    bug: Any, main: str, config: Any, launch: Callable[[Any], Callable[[], bool]], arch: str = "sm_90a"
 ) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found.
 
@@ -22,7 +22,7 @@ def search(
     is found by a report of one of them, any other by a report or a wrong output.
     """
     num_sms = getattr(config, "cluster_n", 1)  # one CTA or one cluster
-    driver = Variant("sm_90a", main, bug.edits, config, bug.nth)
+    driver = Variant(arch, main, bug.edits, config, bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
         # Bits tell of arithmetic; where a report must, what the products are does not matter.

@@ -1,0 +1,1 @@
+"""Weight gradients on Blackwell, MXFP8."""

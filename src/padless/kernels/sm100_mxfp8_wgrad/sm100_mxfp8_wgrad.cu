@@ -1,0 +1,200 @@
+// Weight gradients of grouped layers on Blackwell, MXFP8: D[g] = A_g^T * B_g, summed over the tokens of group g.
+//
+//   A    (M, N) e4m3, dY, and sfa (4 * T, N) UE8M0: a scale per feature and 32 tokens
+//   B    (M, K) e4m3, X, and sfb (4 * T, K)
+//   D    (G, N, K) bf16 or float32, stored; or float32, added to
+//
+// which are the outputs along M of a quantizing epilogue ("plain"): codes lie as the rows do, and blocks of 32 tokens count from
+// a group's first one; block i of group g has row 4 * t(g) + i of the scales, t(g) being the sum of ceil(M_h / 128) over h < g.
+// In the code rows are features of dY, columns are features of X. The tensor core reads both operands MN-major: nothing is
+// transposed or copied, and a group may start at any token.
+//
+// Arithmetic, per output element: the tensor core adds the scaled products of 32 tokens to a float32 accumulator, from the group's
+// first token on. The sum is stored rounded to nearest even, or added to what was there, in float32.
+//
+// Roles, by warp. A CTA has one tile of one group.
+//
+//   0-3  store        4  load A and B        5  multiply        6  scales of A        7  scales of B
+//
+//      4, 6, 7                                  5                                0-3
+//      -------                                  -                                ---
+//      wait empty[s] <---------- commits -----  ... after the products of s
+//      load --> full[s] (bytes, arrivals) --->  wait full[s]; cp scales; mma
+//                                               mma of the tile; commit --> done  -> wait done; ld; store
+//
+// Padding-free rule: no byte of another group is multiplied. A group's last block of tokens is read through a map that ends at the
+// group's last token, behind which the copy engine writes zeros (device/sm90/output.cuh has the method); steps of 32 tokens
+// that have none of the group are not issued.
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+#include "device/ptx/mbarrier.cuh"
+#include "device/ptx/memory.cuh"
+#include "device/ptx/tcgen05.cuh"
+#include "device/ptx/tma.cuh"
+
+#include "device/sm100/descriptors.cuh"
+#include "device/pipeline.cuh"
+#include "sm100_mxfp8_wgrad/storage.cuh"
+
+// Codes of a stage, one thread.
+__device__ __forceinline__ void load_codes(SharedStorage& shared, const Rows& a, const Rows& b,
+                                           const Tile& tile) {
+    Pipeline<STAGES> pipeline;
+    for (int block = 0; block < tile.blocks(); ++block) {
+        const int stage = pipeline.stage;
+        const uint32_t full = shared_address(&shared.full[stage]);
+        mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
+        mbarrier_arrive_expect_tx(full, 2 * OPERAND_BYTES);
+        const int token = tile.end - tile.tokens + block * BLOCK_T;
+        load_block(a, shared.a[stage], full, tile.row, token, tile.end);
+        load_block(b, shared.b[stage], full, tile.column, token, tile.end);
+        pipeline.advance();
+    }
+}
+
+// Scales of an operand, one warp. Lane l has rows l, l + 32, l + 64 and l + 96 of an atom, whose words are 16 bytes of it.
+// Those that do not exist are zero, a factor of 2^-127 that nothing but zeros meets.
+__device__ __forceinline__ void load_scales(SharedStorage& shared, uint8_t (*atoms)[SCALE_ATOM_BYTES],
+                                            const uint8_t* scales, int features, int feature,
+                                            const Tile& tile, int lane) {
+    Pipeline<STAGES> pipeline;
+    const int exist = (tile.tokens + MMA_T - 1) / MMA_T;
+    const uint8_t* const first =
+        scales + static_cast<long long>(tile.first_scales) * features + feature + lane;
+    for (int block = 0; block < tile.blocks(); ++block) {
+        uint32_t words[4] = {};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int step = 0; step < STEPS; ++step) {
+                const int number = block * STEPS + step;
+                if (feature + lane + 32 * j < features && number < exist)
+                    words[j] |= static_cast<uint32_t>(
+                                    __ldg(first + static_cast<long long>(number) * features + 32 * j))
+                                << 8 * step;
+            }
+        mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
+        st_shared_v4_b32(shared_address(atoms[pipeline.stage]) + lane * 16, words[0], words[1], words[2],
+                         words[3]);
+        fence_proxy_async_shared();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&shared.full[pipeline.stage]));
+        pipeline.advance();
+    }
+}
+
+// Products, one thread. `tmem`: first column of the allocation.
+__device__ __forceinline__ void issue_mma(SharedStorage& shared, const Tile& tile, uint32_t tmem) {
+    Pipeline<STAGES> pipeline;
+    for (int block = 0; block < tile.blocks(); ++block) {
+        const int stage = pipeline.stage;
+        mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+        tcgen05_fence_after_thread_sync();
+        const uint32_t a = tcgen05_descriptor_low(shared_address(shared.a[stage]));
+        const uint32_t b = tcgen05_descriptor_low(shared_address(shared.b[stage]));
+        tcgen05_cp_32x128b_warpx4<1>(
+            tmem + SFA_COLUMN,
+            scale_atom_descriptor(tcgen05_descriptor_low(shared_address(shared.sfa[stage]))));
+        tcgen05_cp_32x128b_warpx4<1>(
+            tmem + SFB_COLUMN,
+            scale_atom_descriptor(tcgen05_descriptor_low(shared_address(shared.sfb[stage]))));
+        const int steps = tile.steps(block);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            if (step >= steps) break;
+            tcgen05_mma_mxf8f6f4_block32<1>(tmem, tcgen05_operand_descriptor(a + step * (STEP_BYTES / 16)),
+                                            tcgen05_operand_descriptor(b + step * (STEP_BYTES / 16)),
+                                            SHAPE | scale_ids(step), tmem + SFA_COLUMN, tmem + SFB_COLUMN,
+                                            block != 0 || step != 0);
+        }
+        tcgen05_commit(shared_address(&shared.empty[stage]));
+        pipeline.advance();
+    }
+    if (tile.tokens > 0) tcgen05_commit(shared_address(&shared.done));
+}
+
+// One warp: 32 rows of the tile, one to a lane.
+__device__ __forceinline__ void store_tile(SharedStorage& shared, const Gradient& d, const Tile& tile,
+                                           uint32_t tmem, int warp, int lane) {
+    if (tile.tokens > 0) {
+        mbarrier_wait(shared_address(&shared.done), 0);
+        tcgen05_fence_after_thread_sync();
+    } else if (ACCUMULATE) {
+        return;
+    }
+    const int row = tile.row + warp * 32 + lane;
+#pragma unroll 1
+    for (int column = 0; column < TILE; column += 32) {
+        uint32_t sums[32] = {};
+        if (tile.tokens > 0) {
+            __syncwarp();
+            tcgen05_ld_32x32b(sums, tmem + (warp * 32 << 16) + column);
+            tcgen05_wait_ld();
+#pragma unroll
+            for (int i = 0; i < 32; ++i) pin_loaded(sums[i]);
+        }
+        store_sums(d, sums, tile.group, row, tile.column + column);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm100_mxfp8_wgrad(
+    const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_a_ragged,
+    const __grid_constant__ TensorMap map_b, const __grid_constant__ TensorMap map_b_ragged,
+    const uint8_t* sfa, const uint8_t* sfb, const int* offs, void* out, long long group_stride,
+    long long row_stride, int n_rows, int n_columns, int tokens, int scale_rows) {
+    extern __shared__ __align__(1024) uint8_t shared_bytes[];
+    SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    const int lane = threadIdx.x % 32;
+    const Tile tile = tile_of(blockIdx.x, offs, n_rows, n_columns, tokens, scale_rows, lane);
+    const Gradient d{out, group_stride, row_stride, n_rows, n_columns};
+
+    if (warp == 0 && elect_one()) {
+        for (int s = 0; s < STAGES; ++s) {
+            mbarrier_init(shared_address(&shared.full[s]), 3);  // bytes announced, and two warps with scales
+            mbarrier_init(shared_address(&shared.empty[s]), 1);
+        }
+        mbarrier_init(shared_address(&shared.done), 1);
+        fence_mbarrier_init();
+    }
+    if (warp == LOAD_WARP && elect_one()) {
+        prefetch_tensormap(map_a);
+        prefetch_tensormap(map_a_ragged);
+        prefetch_tensormap(map_b);
+        prefetch_tensormap(map_b_ragged);
+    }
+    __syncwarp();
+    if (warp == MMA_WARP) {
+        tcgen05_alloc<1, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
+        tcgen05_relinquish_alloc_permit<1>();
+    }
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    tcgen05_fence_after_thread_sync();
+    const uint32_t tmem = shared.tensor_memory;
+
+    if (warp == LOAD_WARP) {
+        if (elect_one()) load_codes(shared, Rows{map_a, map_a_ragged}, Rows{map_b, map_b_ragged}, tile);
+    } else if (warp == MMA_WARP) {
+        if (elect_one()) issue_mma(shared, tile, tmem);
+    } else if (warp == SFA_WARP) {
+        load_scales(shared, shared.sfa, sfa, n_rows, tile.row, tile, lane);
+    } else if (warp == SFB_WARP) {
+        load_scales(shared, shared.sfb, sfb, n_columns, tile.column, tile, lane);
+    } else {
+        store_tile(shared, d, tile, tmem, warp, lane);
+    }
+
+    // Nobody may free tensor memory while a warp reads it.
+    __syncwarp();
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    if (warp == MMA_WARP) {
+        tcgen05_fence_after_thread_sync();
+        tcgen05_dealloc<1, TMEM_COLUMNS>(tmem);
+    }
+}

@@ -1,0 +1,135 @@
+// What the roles of sm100_mxfp8_wgrad.cu share: constants, shared memory, the tile, loads of codes and stores of sums.
+#pragma once
+
+// The host defines, from Sm100WgradConfig: NUM_STAGES (0 = as many as fit), OUT_TYPE (OUT_BF16 or OUT_F32), ACCUMULATE (adds to
+// what is there).
+constexpr int OUT_BF16 = 0, OUT_F32 = 2;
+constexpr int TILE = 128;     // features of either operand: as many bytes, the width of a swizzle
+constexpr int BLOCK_T = 128;  // tokens of a stage
+constexpr int MMA_T = 32;     // of an instruction, which have a scale in common
+constexpr int STEPS = BLOCK_T / MMA_T;
+constexpr int OPERAND_BYTES = BLOCK_T * TILE;
+constexpr int STEP_BYTES = MMA_T * TILE;
+
+// Bits 15 and 16 of the instruction descriptor: A and B are MN-major. A tile has 128 features to a token, one width of the swizzle,
+// so eight tokens are 1024 bytes, as eight rows are of a K-major operand: the same shared-memory descriptor.
+constexpr uint32_t A_IS_MN_MAJOR = 1u << 15, B_IS_MN_MAJOR = 1u << 16;
+constexpr uint32_t SHAPE = mxf8f6f4_shape(TILE, TILE, MMA_E4M3, MMA_E4M3) | A_IS_MN_MAJOR | B_IS_MN_MAJOR;
+
+constexpr int STORE_WARPS = 4, LOAD_WARP = 4, MMA_WARP = 5, SFA_WARP = 6, SFB_WARP = 7;
+constexpr int NUM_THREADS = 8 * 32;
+constexpr int SFA_COLUMN = TILE, SFB_COLUMN = SFA_COLUMN + SCALE_ATOM_COLUMNS;
+constexpr int TMEM_COLUMNS = 256;
+static_assert(SFB_COLUMN + SCALE_ATOM_COLUMNS <= TMEM_COLUMNS, "does not fit in tensor memory");
+
+template <int STAGES>
+struct alignas(1024) SharedStorageOf {
+    uint8_t a[STAGES][OPERAND_BYTES];
+    uint8_t b[STAGES][OPERAND_BYTES];
+    uint8_t sfa[STAGES][SCALE_ATOM_BYTES];
+    uint8_t sfb[STAGES][SCALE_ATOM_BYTES];
+    uint64_t full[STAGES], empty[STAGES];
+    uint64_t done;
+    uint32_t tensor_memory;
+};
+
+constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
+using SharedStorage = SharedStorageOf<STAGES>;
+#include "device/read_back.cuh"
+
+// A tile of one group. end: its last token and one; first_scales: row of the scales of its first 32 tokens.
+struct Tile {
+    int group, row, column, tokens, end, first_scales;
+
+    __device__ __forceinline__ int blocks() const { return (tokens + BLOCK_T - 1) / BLOCK_T; }
+    // Products of 32 tokens in a block.
+    __device__ __forceinline__ int steps(int block) const {
+        const int left = (tokens - block * BLOCK_T + MMA_T - 1) / MMA_T;
+        return left < STEPS ? left : STEPS;
+    }
+};
+
+// Tile `number`, columns first, then rows, then groups. A whole warp calls it. Offsets that are wrong are cut to the tokens, and a
+// group without room in the scales has none.
+__device__ __forceinline__ Tile tile_of(int number, const int* offs, int n_rows, int n_columns, int tokens,
+                                        int scale_rows, int lane) {
+    const int across = (n_columns + TILE - 1) / TILE, down = (n_rows + TILE - 1) / TILE;
+    const int group = number / (across * down), in_group = number % (across * down);
+    int before = 0;  // blocks of 128 tokens
+    for (int g = lane; g < group; g += 32) {
+        const int rows = __ldg(offs + g) - (g == 0 ? 0 : __ldg(offs + g - 1));
+        before += rows > 0 ? (rows + BLOCK_T - 1) / BLOCK_T : 0;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+        before += __shfl_xor_sync(0xffffffff, before, distance);
+    const int given = group == 0 ? 0 : __ldg(offs + group - 1), given_end = __ldg(offs + group);
+    const int start = given < 0 ? 0 : given, end = given_end < tokens ? given_end : tokens;
+    const int first_scales = before * STEPS;
+    const bool has_scales =
+        first_scales >= 0 && first_scales + (end - start + MMA_T - 1) / MMA_T <= scale_rows;
+    return Tile{group,
+                in_group / across * TILE,
+                in_group % across * TILE,
+                end > start && has_scales ? end - start : 0,
+                end,
+                first_scales};
+}
+
+// One operand, rows of tokens: the plain map, and the ragged one, which ends at any token.
+struct Rows {
+    const TensorMap& plain;
+    const TensorMap& ragged;
+};
+constexpr int RAGGED_B = 1 << 30;  // the same number as in kernels/maps.py
+
+// BLOCK_T tokens from `token` on, TILE features of each. Those behind `end`, the next group's, come as zeros: 0 * NaN is NaN, and
+// a scale cannot undo that.
+__device__ __forceinline__ void load_block(const Rows& rows, uint8_t* stage, uint32_t full, int feature,
+                                           int token, int end) {
+    const uint32_t destination = shared_address(stage);
+    if (end - token >= BLOCK_T)
+        tma_load_2d(rows.plain, destination, full, feature, token);
+    else
+        tma_load_4d(rows.ragged, destination, full, feature, RAGGED_B - (end - token), end, RAGGED_B);
+}
+
+// The result. Strides in elements.
+struct Gradient {
+    void* data;
+    long long group_stride, row_stride;
+    int n_rows, n_columns;
+};
+
+// 32 columns of one row of a group; what is not in the gradient is left out, 16 bytes at a time.
+__device__ __forceinline__ void store_sums(const Gradient& d, const uint32_t (&sums)[32], int group, int row,
+                                           int column) {
+    if (row >= d.n_rows) return;
+    const long long at = group * d.group_stride + row * d.row_stride + column;
+    if constexpr (OUT_TYPE == OUT_F32) {
+        float4* const to = reinterpret_cast<float4*>(static_cast<float*>(d.data) + at);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (column + 4 * i >= d.n_columns) break;
+            float4 four = make_float4(__uint_as_float(sums[4 * i]), __uint_as_float(sums[4 * i + 1]),
+                                      __uint_as_float(sums[4 * i + 2]), __uint_as_float(sums[4 * i + 3]));
+            if constexpr (ACCUMULATE) {
+                const float4 old = to[i];
+                four = make_float4(old.x + four.x, old.y + four.y, old.z + four.z, old.w + four.w);
+            }
+            to[i] = four;
+        }
+    } else {
+        uint4* const to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(d.data) + at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (column + 8 * i >= d.n_columns) break;
+            uint32_t words[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                words[j] = cvt_bf16x2(__uint_as_float(sums[8 * i + 2 * j]),
+                                      __uint_as_float(sums[8 * i + 2 * j + 1]));
+            to[i] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+"""The weight gradient of grouped layers from MXFP8 outputs along the tokens: check, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from padless.gradients import refuse_gradients
+from padless.kernels.config import MAX_GROUPS
+from padless.kernels.sm100_mxfp8_wgrad import host
+from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
+from padless.ops.checks import check_alignment, check_ends, check_rows, describe
+from padless.ops.remembered import launch_remembered
+from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
+from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
+from padless.runtime.devices import device_of
+
+Operand = tuple[torch.Tensor, torch.Tensor]
+_MULTIPLE = 16  # of features: rows of codes and of the output start at multiples of 16 bytes
+
+
+def grouped_gemm_wgrad_mxfp8(
+    dy: Operand,
+    x: Operand,
+    offs: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+    config: Sm100WgradConfig | None = None,
+) -> torch.Tensor:
+    """out[g] (+)= dY[rows of g]^T @ X[rows of g], (G, N, K), of MXFP8 operands with scales along the tokens.
+
+    dy: (codes, scale) as the quantizing epilogues leave them along M with column_layout "plain": codes (M, N)
+        float8_e4m3fn, N contiguous, and scales (4 * T, N) float8_e8m0fnu. Blocks of 32 tokens count from a group's
+        first; block i of group g has row 4 * t(g) + i, where t(g) is the sum of ceil(M_h / 128) over h < g.
+    x: the same of K features. N and K are multiples of 16.
+    offs: (G,) int32 cumulative END rows, starting anywhere. Rows at or past offs[-1] belong to no group.
+    out: (G, N, K) bfloat16 or float32 to write into, innermost dimension contiguous; None makes it in out_dtype.
+    accumulate: adds to what ``out`` holds, in float32; ``out`` has to be given, as float32.
+    backend: "cuda" (Blackwell), "reference", "emulator:sm_100a", or None: the kernel on a GPU, else the reference.
+    config: the kernel's; output dtype and accumulation are taken from the call.
+
+    A group without a token gets zeros; with ``accumulate`` none of it is touched. The sum of a group runs over its
+    tokens in order, 32 at a time, and nothing of other groups takes part. One launch, no synchronization, no copy of
+    an operand: the tensor core reads both with features contiguous.
+
+    The kernel is verified by emulation; its speed has never been measured. Raises ValueError.
+    """
+    refuse_gradients(dy=dy[0], x=x[0], out=out)
+    check_ends(offs, None, "dy", dy[0].device)
+    if offs.shape[0] > MAX_GROUPS:
+        raise ValueError(f"offs has {offs.shape[0]} groups; at most {MAX_GROUPS} are supported")
+    for name, operand in (("dy", dy), ("x", x)):
+        _check_operand(name, operand, dy, offs.shape[0])
+    shape = (offs.shape[0], dy[0].shape[1], x[0].shape[1])
+    result = gradient_output(shape, dy[0].device, out, out_dtype, accumulate)
+    if backend is None:
+        backend = "cuda" if result.is_cuda else "reference"
+    if backend == "reference":
+        return grouped_gemm_wgrad_mxfp8_reference(dy, x, offs, out=result, accumulate=accumulate)
+    driver = device_of(backend, result)
+    if driver.arch != "sm_100a":
+        raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad_mxfp8 has a kernel for sm_100a")
+    check_gradient_of_kernel(result)
+    if offs.shape[0] == 0:
+        return result
+    if dy[0].shape[0] == 0:
+        return result if accumulate else result.zero_()
+    stages = 0 if config is None else config.num_stages
+    used = Sm100WgradConfig(stages, result.dtype, accumulate)
+    launch_remembered(None, lambda: host.prepare(driver, dy, x, offs, result, used).launch, result)
+    return result
+
+
+def _check_operand(name: str, operand: Operand, dy: Operand, num_groups: int) -> None:
+    codes, scale = operand
+    if codes.dim() != 2 or codes.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name}'s codes must be (M, features) float8_e4m3fn, got {describe(codes)}")
+    m, features = codes.shape
+    if features == 0 or features % _MULTIPLE:
+        raise ValueError(f"{name} has {features} features; they must be a positive multiple of {_MULTIPLE}")
+    if m != dy[0].shape[0] or codes.device != dy[0].device or m >= 2**30:
+        raise ValueError(
+            f"{name}'s codes are {describe(codes)} and dy's {describe(dy[0])}; they must have the same rows, fewer than "
+            "2^30, on one device"
+        )
+    check_rows(name, codes)
+    check_alignment(name, codes)
+    least = 4 * (m // 128 + num_groups)
+    if scale.dtype != torch.float8_e8m0fnu or scale.dim() != 2 or scale.shape[1] != features or scale.shape[0] < least:
+        raise ValueError(
+            f"{name}'s scale must be ({least} or more, {features}) float8_e8m0fnu, got {describe(scale)}; "
+            "see column_tiles"
+        )
+    if not scale.is_contiguous() or scale.device != codes.device:
+        raise ValueError(f"{name}'s scale has strides {scale.stride()} on {scale.device}; it must be contiguous there")

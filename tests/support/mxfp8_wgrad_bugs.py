@@ -1,0 +1,110 @@
+"""The planted bugs of the MXFP8 weight-gradient kernel: each an edit of its source, and what must be found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from support.emulator_variants import Edit
+
+FOLDER = "sm100_mxfp8_wgrad/"
+MAIN, STORAGE = FOLDER + "sm100_mxfp8_wgrad.cu", FOLDER + "storage.cuh"
+WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
+SCALES_WAIT = "mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);"
+
+
+@dataclass(frozen=True)
+class Bug:
+    """kinds: reports that name the fault itself; empty where only the output's bits can show it.
+
+    quick: runs with the quick tests. onto: whether the run accumulates.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    quick: bool = False
+    onto: bool = False
+    seeds: int = 3  # within which it must be found
+    nth: int = 0  # which occurrence of the edited text
+
+
+BUGS: tuple[Bug, ...] = (
+    # ---- what is multiplied
+    Bug("the next group's tokens are multiplied", (), ((STORAGE, "if (end - token >= BLOCK_T)", "if (true)"),), True),
+    Bug(
+        "the ragged map ends a token late",
+        (),
+        ((STORAGE, "RAGGED_B - (end - token), end, RAGGED_B", "RAGGED_B - (end - token) - 1, end + 1, RAGGED_B"),),
+    ),
+    Bug(
+        "a K step too few",
+        (),
+        (
+            (
+                STORAGE,
+                "(tokens - block * BLOCK_T + MMA_T - 1) / MMA_T",
+                "(tokens - block * BLOCK_T + MMA_T - 2) / MMA_T",
+            ),
+        ),
+    ),
+    Bug("A is read K-major", (), ((STORAGE, "A_IS_MN_MAJOR = 1u << 15", "A_IS_MN_MAJOR = 0"),), True),
+    Bug("B is read K-major", (), ((STORAGE, "B_IS_MN_MAJOR = 1u << 16", "B_IS_MN_MAJOR = 0"),)),
+    Bug("steps of 16 tokens", (), ((STORAGE, "STEP_BYTES = MMA_T * TILE", "STEP_BYTES = MMA_T / 2 * TILE"),)),
+    Bug("the scales of the first step for all", (), ((MAIN, "SHAPE | scale_ids(step)", "SHAPE | scale_ids(0)"),)),
+    Bug(
+        "scales counted from the tokens of all groups before",
+        (),
+        ((STORAGE, "first_scales = before * STEPS", "first_scales = start / MMA_T"),),
+        True,
+    ),
+    Bug("scales of A for B", (), ((MAIN, "sfb, n_columns, tile.column", "sfa, n_columns, tile.column"),)),
+    Bug(
+        "features 32 apart in the wrong order",
+        (),
+        ((MAIN, "words[0], words[1], words[2], words[3]", "words[1], words[0], words[2], words[3]"),),
+    ),
+    Bug(
+        "first products added to what was there",
+        ("uninitialised-tensor-memory",),
+        ((MAIN, "block != 0 || step != 0", "true"),),
+    ),
+    Bug("every stage begins anew", (), ((MAIN, "block != 0 || step != 0", "step != 0"),)),
+    # ---- what is stored
+    Bug("columns of another tile", (), ((STORAGE, "in_group % across * TILE", "0 * TILE"),)),
+    Bug("first microbatch accumulating", (), ((STORAGE, "if constexpr (ACCUMULATE)", "if constexpr (true)"),)),
+    Bug("a later microbatch stores", (), ((STORAGE, "if constexpr (ACCUMULATE)", "if constexpr (false)"),), onto=True),
+    Bug("empty groups get zeros added", (), ((MAIN, "} else if (ACCUMULATE) {", "} else if (false) {"),), onto=True),
+    Bug("empty groups are not stored", (), ((MAIN, "} else if (ACCUMULATE) {", "} else if (true) {"),)),
+    Bug("rows of the next group are stored", (), ((STORAGE, "if (row >= d.n_rows) return;", ""),)),
+    # ---- waits, arrivals and fences
+    Bug(
+        "full barrier not waited for",
+        ("race",),
+        ((MAIN, "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);", ""),),
+        True,
+    ),
+    Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
+    Bug("scales written before they were read", ("race", "mbarrier"), ((MAIN, SCALES_WAIT, ""),)),
+    Bug(
+        "no proxy fence behind the scales", ("missing-proxy-fence",), ((MAIN, "fence_proxy_async_shared();", ""),), True
+    ),
+    Bug(
+        "scales arrive before all lanes have stored",
+        ("race", "missing-proxy-fence"),
+        ((MAIN, "__syncwarp(); if (lane == 0)", "if (lane == 0)"),),
+    ),
+    Bug("stage never released", ("deadlock",), ((MAIN, "tcgen05_commit(shared_address(&shared.empty[stage]));", ""),)),
+    Bug(
+        "store does not wait",
+        ("race", "tensor-memory", "uninitialised-tensor-memory"),
+        ((MAIN, "mbarrier_wait(shared_address(&shared.done), 0);", ""),),
+    ),
+    Bug("loads from tensor memory not waited for", ("register-in-flight",), ((MAIN, "tcgen05_wait_ld();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug(
+        "expect_tx forgets B",
+        ("race", "mbarrier", "deadlock"),
+        ((MAIN, "full, 2 * OPERAND_BYTES", "full, OPERAND_BYTES"),),
+    ),
+    Bug("tensor memory is not freed", ("tensor-memory",), ((MAIN, "tcgen05_dealloc<1, TMEM_COLUMNS>(tmem);", ""),)),
+)
