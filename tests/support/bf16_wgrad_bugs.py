@@ -168,7 +168,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "consumer does not wait for free memory",
         ("race", "deadlock", "barrier"),
-        ((STORE, "bar_sync(d_free(warpgroup, piece), STORE_THREADS);", ""),),
+        ((STORE, "bar_sync(d_free(warpgroup, piece), STORE_THREADS);", ";"),),
     ),
     Bug("store not committed", ("race", "exit"), ((STORE, "cp_async_bulk_commit_group();", ""),)),
     Bug(

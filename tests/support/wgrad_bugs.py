@@ -295,7 +295,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "consumer does not wait for free memory",
         ("race", "deadlock", "barrier"),
-        ((STORE, "bar_sync(d_free(warpgroup, piece), STORE_THREADS);", ""),),
+        ((STORE, "bar_sync(d_free(warpgroup, piece), STORE_THREADS);", ";"),),
     ),
     Bug(
         "both warpgroups share their barriers",

@@ -120,8 +120,8 @@ def select_config(problem: WgradProblem) -> WgradConfig:
         allowed = [128]
     block_m = min(allowed, key=lambda block_m: estimated_cycles(problem, block_m))
     reduced = 2 if problem.accumulate and block_m == 256 else 0
-    is_even = ceil_div(problem.k, BLOCK_N) % 2 == 0  # else a CTA of a cluster has a tile without columns
-    in_pairs = is_long and is_even and block_m == 256 and (not problem.accumulate or problem.mode == "1d1d")
+    fits = ceil_div(problem.k, BLOCK_N) % 2 == 0 and problem.num_sms > 1  # else a CTA has a tile without columns
+    in_pairs = is_long and fits and block_m == 256 and (not problem.accumulate or problem.mode == "1d1d")
     tile = WgradConfig(block_m, 0, 1 + in_pairs, 8, problem.mode, 256, problem.out_dtype, problem.accumulate, reduced)
     return fit_config(tile, problem)
 
