@@ -161,6 +161,14 @@ REASONS = (
         "ISA orders by itself; the compiler puts these fences in where they are not written.",
     ),
     Reason(
+        r"wgmma\.commit_group",
+        "deleted",
+        r"sm90_bf16/multiply\.cuh:71\b",
+        "In the middle of a stage: these products join the next group, which is waited for before their tokens are "
+        "given back. The fragments made meanwhile are other registers in PTX, and ptxas keeps those of products under "
+        "way.",
+    ),
+    Reason(
         r"tcgen05\.fence::after",
         "deleted",
         r"sm100_mxfp8_gemm\.cu:2\d\d\b|sm100_grouped_gemm\.cu:2(40|47)\b",
