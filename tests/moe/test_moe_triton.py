@@ -172,7 +172,10 @@ def test_programmatic_launches_wait_first(emulated: list[EmulatedKernel], monkey
     assert [k.launches for k in programmatic] == [1, 1, 1, 1, 2, 1]
     for kernel in programmatic:
         ptx = compiled_ptx(kernel)
-        assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+        # The product behind the scales may be large: it begins when they are there.
+        releases = ptx.find("griddepcontrol.launch_dependents")
+        assert (releases < 0) == (kernel is emulated[7])
+        assert kernel is emulated[7] or ptx.index("griddepcontrol.wait") < releases
 
 
 def test_a_launch_that_does_not_wait_is_noticed(
@@ -181,8 +184,8 @@ def test_a_launch_that_does_not_wait_is_noticed(
     from padless.moe.triton import route
     from padless.quantization.triton import launches
 
-    monkeypatch.setattr(route, "programmatic", lambda device: {"PROGRAMMATIC": False, "launch_pdl": True})
-    assert launches.programmatic(torch.device("cpu")) == {"PROGRAMMATIC": False}
+    monkeypatch.setattr(route, "programmatic", lambda device: {"PROGRAMMATIC": 0, "launch_pdl": True})
+    assert launches.programmatic(torch.device("cpu")) == {"PROGRAMMATIC": 0}
     with pytest.raises(AssertionError, match="grid-dependency"):
         _launch_programmatically(monkeypatch)
 
@@ -264,8 +267,10 @@ def test_gathered_rows_in_their_tile(
     from padless.moe.triton import quantize_rows
     from padless.quantization.quantize import quantize
 
-    tile = quantize_rows.choose_tile(8192, columns, has_activation=False, is_gathered=True)
+    how = {"has_activation": False, "is_gathered": True}
+    tile = quantize_rows.choose_tile(8192, columns, **how, is_placed=True)
     assert tile == ((8, 512, 4) if columns == 1536 else (4, 1024, 4))
+    assert quantize_rows.choose_tile(8192, columns, **how) == (8, 512, 4)
     monkeypatch.setattr(quantize_rows, "choose_tile", lambda *a, **k: tile)
     x, given, rule = (
         moe_cases.awkward((11, tile.columns + 160), torch.bfloat16, 4),

@@ -138,13 +138,14 @@ def test_what_stands_in_for_a_kernel_is_called() -> None:
 
 def test_which_launches_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert launches.programmatic(cpu) == launches.programmatic(cpu, early=False) == {"PROGRAMMATIC": False}
+    assert launches.programmatic(cpu) == launches.programmatic(cpu, early=False) == {"PROGRAMMATIC": 0}
     for capability, early in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
         launches.is_programmatic.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert launches.is_programmatic(gpu) == early
         assert launches.programmatic(gpu).get("launch_pdl", False) == early
-        assert launches.programmatic(gpu, early=False) == {"PROGRAMMATIC": early}
+        assert launches.programmatic(gpu, early=False) == {"PROGRAMMATIC": 2 * early}
+        assert launches.programmatic(gpu, early=False, releases=False) == {"PROGRAMMATIC": early}
     launches.is_programmatic.cache_clear()
     monkeypatch.setenv("PADLESS_PROGRAMMATIC_LAUNCH", "0")
     assert not launches.is_programmatic(gpu)

@@ -186,13 +186,14 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
 
         return table.Column(f"{name} GB", values, 1)
 
+    graphs = (GROUPED_MM + IN_GRAPH, PADLESS + IN_GRAPH)
     columns = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=16),
         *table.axes("sequences", "tokens"),
         milliseconds(GROUPED_MM),
         milliseconds(PADLESS),
         table.ratio("faster", GROUPED_MM, PADLESS, 2, unit="x"),
-        table.ratio("in a graph", GROUPED_MM + IN_GRAPH, PADLESS + IN_GRAPH, 2, unit="x"),
+        *([table.ratio("in a graph", *graphs, 2, unit="x")] if table.measured(records, graphs) else []),
         memory(GROUPED_MM),
         memory(PADLESS),
     ]

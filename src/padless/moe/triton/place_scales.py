@@ -2,7 +2,7 @@
 
 A token's scales go to as many rows as it has experts, each to another line of memory: 4 bytes a store, and as many lines
 as the codes of 128 columns take. So the quantizing kernel stores them once, beside each other, and says which token each
-row is; behind it this kernel reads 128 rows' scales and stores them in runs along the rows.
+row is; behind it this kernel reads 64 or 128 rows' scales and stores them in runs along the rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +17,8 @@ import triton.language as tl
 from padless.formats import ceil_div, round_up
 from padless.quantization.triton.launches import begin, launch, programmatic
 
-_ROWS_AT_ONCE = 128
+_ROWS_AT_ONCE = 64
+_FEW_ROWS = 1 << 15  # below, twice as many at once: half the programs
 _MOST_COLUMNS = 16
 _ALIGNMENT = 16  # of rows of scales, so that they are loaded 16 bytes at once
 
@@ -42,10 +43,10 @@ def place(placed: Placed, scale: torch.Tensor) -> None:
     """Writes the scales (rows, ceil(K / 128)), MN-major, and the zeros of their padding."""
     rows, columns = scale.shape
     width = min(triton.next_power_of_2(columns), _MOST_COLUMNS)
-    ld = scale.stride(1)
-    launch(_place_scales, ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width))(
+    ld, at_once = scale.stride(1), _ROWS_AT_ONCE if rows >= _FEW_ROWS else 2 * _ROWS_AT_ONCE
+    launch(_place_scales, ceil_div(ld, at_once) * ceil_div(columns, width))(
         placed.scale, placed.items, scale, rows, columns, ld, placed.scale.stride(0),
-        ROWS=_ROWS_AT_ONCE, COLUMNS=width, **programmatic(scale.device), num_warps=4,
+        ROWS=at_once, COLUMNS=width, **programmatic(scale.device, releases=False), num_warps=4,
     )  # fmt: skip
 
 

@@ -46,13 +46,16 @@ def routed_tile(rows: int, columns: int) -> Tile:
     return Tile(1, 1024 if rows * ceil_div(columns, 512) >= _PROGRAMS else 512, 4)
 
 
-def choose_tile(rows: int, columns: int, *, has_activation: bool, is_gathered: bool = False) -> Tile:
+def choose_tile(
+    rows: int, columns: int, *, has_activation: bool, is_gathered: bool = False, is_placed: bool = False
+) -> Tile:
     """The tile for (rows, columns) values: 32 x 256, fewer rows where that makes too few programs.
 
     An activation needs twice the registers and gets half the rows. Gathered rows are written many times: tiles of half
-    the values, twice as many at once on a multiprocessor, read while others write, and wide ones need fewer addresses.
+    the values, twice as many at once on a multiprocessor, read while others write, and wide ones need fewer addresses;
+    wider still where scales are placed by another launch, and not stored by this one, each to a line of its own.
     """
-    for height, wide in ((4, 1024), (8, 512)) if is_gathered else ():
+    for height, wide in ((4, 1024), (8, 512))[0 if is_placed else 1 :] if is_gathered else ():
         chunks = ceil_div(columns, wide)
         if chunks * wide <= 1.125 * columns and ceil_div(rows, height) * chunks >= _PROGRAMS:
             return Tile(height, wide, 4)
@@ -126,14 +129,17 @@ def _launch(
         group = layouts.group_of_rows(offs, out_rows).clamp(max=len(offs) - 1)
     if out_rows == 0 or K == 0:
         return data, scale
-    if slots is not None:
-        tile = routed_tile(items, K)
-    else:
-        tile = choose_tile(items, K, has_activation=activation is not None, is_gathered=inverse is not None)
-    ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
     placed = None
     if format == FP8_BLOCK and slots is None and top_k > 2 and out_rows * ceil_div(K, 128) >= PLACED_SCALES:
         placed = place_scales.empty(items, K, out_rows, x.device, tokens)
+    if slots is not None:
+        tile = routed_tile(items, K)
+    else:
+        is_gathered, has_activation = inverse is not None, activation is not None
+        tile = choose_tile(
+            items, K, has_activation=has_activation, is_gathered=is_gathered, is_placed=placed is not None
+        )
+    ids_offs, ids_tokens, ids_inverse = (None, None, None) if slots is None else slots
     columns = 0 if format is None else ceil_div(K, format.block_k)
     given = activation or _NO_ACTIVATION
     launch(_quantize_rows, ceil_div(K, tile.columns) * ceil_div(items, tile.rows))(
@@ -173,7 +179,7 @@ def _launch(
         TOP_K=top_k,
         ROUTED=0 if slots is None else max(triton.next_power_of_2(items * top_k), 16),
         HARDWARE_CAST=casts.casts_in_hardware(x.device),
-        **programmatic(x.device, early=activation is None),
+        **programmatic(x.device, early=activation is None, releases=placed is not None or out_rows <= ROUTED_SLOTS),
         BLOCK_M=tile.rows,
         BLOCK_K=tile.columns,
         num_warps=tile.num_warps,
