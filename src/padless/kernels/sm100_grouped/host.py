@@ -69,7 +69,7 @@ def launch_shape(driver: Driver, device: int, config: Sm100GroupedConfig, tiles:
             f"config has cta_group {config.cta_group} and multicast {config.multicast}, clusters of "
             f"{config.cluster} CTAs; the device has {driver.num_sms(device)} multiprocessors; lower one of the two"
         )
-    return LaunchShape(grid, num_threads, config.cluster)
+    return LaunchShape(grid, num_threads, config.cluster, programmatic=True)
 
 
 def operand_bytes(

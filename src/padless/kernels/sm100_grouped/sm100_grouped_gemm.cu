@@ -51,6 +51,7 @@ using uint64_t = unsigned long long;
 #define EPILOGUE_IS_QUANT 0
 #endif
 
+#include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
 #include "device/ptx/tcgen05.cuh"
@@ -376,12 +377,33 @@ extern "C" __global__ void
     const int lane = threadIdx.x % 32;
 
     // Of few groups one warp builds the table, and knows this worker's first tile before anyone could look it up.
-    const int num_groups = problem.num_groups, m = problem.operands.m;
+    const int num_groups = problem.num_groups;
+    [[maybe_unused]] const int m = problem.operands.m;  // a list's problems have their own
     const int worker = blockIdx.x / CLUSTER, workers = gridDim.x / CLUSTER;
     const bool has_small_table = !PROBLEM_LIST && num_groups <= SMALL_TABLE;
+    // This kernel may begin before the kernels ahead have ended (LaunchShape.programmatic). They may still be writing global memory, so
+    // nothing of it is touched before the wait: barriers, tensor memory and tensor maps are ready by then.
     if (warp == 0) {
-        [[maybe_unused]] const int end =
-            has_small_table ? load_group_end(problem.offs, num_groups, m, lane) : 0;
+        if (elect_one()) {
+            griddepcontrol_launch_dependents();
+            for (int s = 0; s < QUEUE_SLOTS; ++s) {
+                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
+                mbarrier_init(shared_address(&shared.queue.empty[s]), QUEUE_ARRIVALS);
+            }
+            fence_mbarrier_init();
+        }
+        __syncwarp();
+        griddepcontrol_wait();
+#if !PROBLEM_LIST
+        if (has_small_table) {
+            const int end = load_group_end(problem.offs, num_groups, m, lane);
+            const PlacedGroup group = place_group<TILE_M>(end, num_groups, m, lane);
+            const int n_tiles = (problem.operands.n + CLUSTER_N - 1) / CLUSTER_N;
+            queue_first_tile<Order>(shared.queue, group, n_tiles, worker, workers, lane);
+            store_group(shared.groups, group, num_groups, lane);
+        }
+#endif
+    } else if (warp == 1) {
         if (elect_one()) {
             if constexpr (!PROBLEM_LIST) {
                 prefetch_tensormap(problem.operands.map_a);
@@ -395,25 +417,14 @@ extern "C" __global__ void
                 mbarrier_init(shared_address(&shared.done[a]), 1);
                 mbarrier_init(shared_address(&shared.drained[a]), DRAINED_ARRIVALS);
             }
-            for (int s = 0; s < QUEUE_SLOTS; ++s) {
-                mbarrier_init(shared_address(&shared.queue.full[s]), 1);
-                mbarrier_init(shared_address(&shared.queue.empty[s]), QUEUE_ARRIVALS);
-            }
             fence_mbarrier_init();
         }
         __syncwarp();
-#if !PROBLEM_LIST
-        if (has_small_table) {
-            const PlacedGroup group = place_group<TILE_M>(end, num_groups, m, lane);
-            const int n_tiles = (problem.operands.n + CLUSTER_N - 1) / CLUSTER_N;
-            queue_first_tile<Order>(shared.queue, group, n_tiles, worker, workers, lane);
-            store_group(shared.groups, group, num_groups, lane);
-        }
-#endif
     } else if (warp == MULTIPLY_WARP) {
         tcgen05_alloc<CTA_GROUP, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
         tcgen05_relinquish_alloc_permit<CTA_GROUP>();
     }
+    griddepcontrol_wait();
 #if PROBLEM_LIST
     const Order order(problem.order, num_groups);
 #else

@@ -88,7 +88,7 @@ def tiles_of(problem: WgradProblem, block_m: int, cluster_n: int = 1) -> int:
 
 # Cycles of shared memory for a block of 128 tokens by rows of the tile, counted: what TMA writes, what wgmma
 # reads, scales. For the output: what is staged, and what TMA reads. They bound a tile's time more tightly
-# than its products do (docs/kernels/sm90_fp8_wgrad/ladder.md); reasoned, not measured.
+# than its products do (docs/kernels/sm90_fp8_wgrad/ladder.md). Counted, not fitted to times.
 _BLOCK_CYCLES = {
     "1d2d": {256: 384 + 768 + 40, 128: 256 + 384 + 24},
     "1d1d": {256: 388 + 768 + 544, 128: 260 + 384 + 272},
