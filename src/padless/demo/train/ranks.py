@@ -28,8 +28,9 @@ STEP_BOUND, LAST_BOUND = 1e-4, 0.01  # of a step from the same weights, and of t
 class Comparison:
     """Of one process that has all tokens and of the ranks together.
 
-    losses: of every step, cross entropy in nats a byte. gradients: by parameter, the largest over steps of this rank's
-    |difference| / |gradient of the one process|. seconds: median of a step.
+    losses: of every step, cross entropy in nats a byte; from the same weights, those of one process by the ranks' parts.
+    gradients: by parameter, the largest over steps of this rank's |difference| / |gradient of the one process|.
+    seconds: median of a step.
     """
 
     losses: tuple[list[float], list[float]]
@@ -80,6 +81,18 @@ class Contender:
         self.losses.append(entropy)
         self.seconds.append(self._now() - begin)
 
+    @torch.no_grad()
+    def loss_by_parts(self, ids: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        """The loss of the weights as they are, every rank's part of the batch computed by itself, as ranks compute it.
+
+        In dense products of more rows a GPU may add in another order, and then a token between two experts changes.
+        """
+        share = self.rank.size
+        part = (t.chunk(share)[self.rank.rank] for t in (ids, following))
+        entropy = self.model.loss(*part)[1] / share
+        dist.all_reduce(entropy)
+        return entropy
+
     def part(self, name: str, t: torch.Tensor) -> torch.Tensor:
         """What this contender has of a tensor that is like a parameter of all experts."""
         return t if self.ep is None or ".experts." not in name else t[list(self.ep.local_experts)]
@@ -122,17 +135,19 @@ def train_over_ranks(
     one, spread = (Contender(rank, recipe, size, rows, exchange) for exchange in (None, ep))
     generator = torch.Generator().manual_seed(0)
     off: dict[str, float] = {}
+    by_parts: list[torch.Tensor] = []
     for _ in range(steps):
         ids, following = (t.to(rank.device) for t in draw_batch(text, size.batch, size.length, generator))
         if same_weights:
             spread.take(one)
+            by_parts.append(one.loss_by_parts(ids, following))
         for contender in (one, spread):
             contender.step(ids, following)
         for name, value in spread.gradients_off(one).items():
             off[name] = max(off.get(name, 0.0), value)
     ep.check()
     dist.barrier()
-    losses = (torch.stack(one.losses).tolist(), torch.stack(spread.losses).tolist())
+    losses = (torch.stack(by_parts or one.losses).tolist(), torch.stack(spread.losses).tolist())
     return Comparison(losses, off, (sorted(one.seconds)[steps // 2], sorted(spread.seconds)[steps // 2]))
 
 
