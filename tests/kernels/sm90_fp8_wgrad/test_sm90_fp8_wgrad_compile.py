@@ -140,7 +140,7 @@ def test_clusters_and_sums_by_tma_where_groups_are_long() -> None:
     assert [chosen(tokens=32 * size) for size in (512, 1024, 4096)] == [(1, 0), (2, 0), (2, 0)]
     assert chosen(k=7168 - 128) == chosen(num_sms=1) == (1, 0)
     adds = {"out_dtype": torch.float32, "accumulate": True}
-    assert [chosen(tokens=32 * size, **adds) for size in (512, 1024)] == [(1, 0), (1, 2)]
+    assert [chosen(tokens=32 * size, **adds) for size in (512, 1024, 2048)] == [(1, 0), (1, 2), (2, 2)]
     assert [chosen(tokens=32 * size, mode="1d1d", **adds) for size in (512, 1024)] == [(1, 0), (2, 2)]
 
 

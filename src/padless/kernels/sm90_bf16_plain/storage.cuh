@@ -31,6 +31,7 @@ constexpr int NUM_PIECES = BLOCK_N / PIECE_COLUMNS;
 constexpr int NUM_D = 2;
 constexpr bool ACCUMULATE = false;
 constexpr int REDUCED_PIECES = 0;
+constexpr bool FETCHES_LATE_PIECES = false;
 static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>

@@ -28,7 +28,7 @@ constexpr int PIECE_COLUMNS = PIECE_SLABS * SLAB_COLUMNS;
 constexpr int NUM_PIECES = BLOCK_N / PIECE_COLUMNS;
 constexpr int NUM_D = 2;
 constexpr int REDUCED_PIECES = 0;
-constexpr bool D_EVICTS_FIRST = false;
+constexpr bool D_EVICTS_FIRST = false, FETCHES_LATE_PIECES = true;
 static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>

@@ -96,9 +96,9 @@ _BLOCK_CYCLES = {
 _OUTPUT_CYCLES_PER_BYTE = 2 / 128
 # What a tile that is added to takes beside its blocks, measured.
 _ADDING_CYCLES = {"1d2d": {256: 9900, 128: 4700}, "1d1d": {256: 5100, 128: 3050}}
-# Tokens a group. From LONG on, what CTAs of a cluster wait for each other is less than what they save; and adding is not
-# bound by bytes. Below FEW storing float32 is, and the smaller tile's stores are spread better.
-_LONG, _FEW = 1024, 384
+# Tokens a group. From LONG on, what CTAs of a cluster wait for each other is less than what they save, and adding is not
+# bound by bytes; from LONGER on they save more in 1d2d that adds, too. Below FEW bytes bind what stores float32.
+_FEW, _LONG, _LONGER = 384, 1024, 2048
 
 
 def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
@@ -121,7 +121,8 @@ def select_config(problem: WgradProblem) -> WgradConfig:
     block_m = min(allowed, key=lambda block_m: estimated_cycles(problem, block_m))
     reduced = 2 if problem.accumulate and block_m == 256 else 0
     fits = ceil_div(problem.k, BLOCK_N) % 2 == 0 and problem.num_sms > 1  # else a CTA has a tile without columns
-    in_pairs = is_long and fits and block_m == 256 and (not problem.accumulate or problem.mode == "1d1d")
+    enough = _LONGER if problem.accumulate and problem.mode == "1d2d" else _LONG
+    in_pairs = problem.tokens >= enough * problem.num_groups and fits and block_m == 256
     tile = WgradConfig(block_m, 0, 1 + in_pairs, 8, problem.mode, 256, problem.out_dtype, problem.accumulate, reduced)
     return fit_config(tile, problem)
 

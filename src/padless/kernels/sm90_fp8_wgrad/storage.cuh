@@ -33,6 +33,7 @@ constexpr int PIECE_COLUMNS = BLOCK_N / PIECES_PER_WAVE;
 constexpr int PIECE_SLABS = PIECE_COLUMNS / SLAB_COLUMNS;
 constexpr int NUM_D = 2;
 constexpr bool D_EVICTS_FIRST = CLUSTER_N > 1 && !ACCUMULATE;
+constexpr bool FETCHES_LATE_PIECES = CLUSTER_N == 1 || !X_SCALES_ARE_BLOCKS;  // measured
 static_assert(NUM_PIECES % NUM_D == 0, "a piece has the same buffer in every tile");
 
 template <int STAGES>

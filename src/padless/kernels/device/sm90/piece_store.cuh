@@ -67,7 +67,7 @@ __device__ __forceinline__ void stage_part(const float (&d)[PIECES * PIECE_COLUM
 }
 
 // One thread: has a piece's old values brought into its buffer, whole: zeros where the result has none, and for no tile. With a
-// tile's first piece those that have no buffer yet are brought into L2.
+// tile's first piece those that have no buffer yet are brought into L2 (FETCHES_LATE_PIECES).
 template <class Storage>
 __device__ __forceinline__ void load_piece(Storage& shared, const TensorMap& map_d, const Tile& tile,
                                            int warpgroup, int piece) {
@@ -79,7 +79,8 @@ __device__ __forceinline__ void load_piece(Storage& shared, const TensorMap& map
         tma_load_3d(map_d, slab, loaded, piece_column(tile, piece) + s * SLAB_COLUMNS, row, tile.group);
     }
     if (piece > 0 || tile.rows == 0) return;
-    for (int later = NUM_LOADED < NUM_D ? NUM_LOADED : NUM_D; later < NUM_PIECES; ++later)
+    constexpr int FIRST_LATE = NUM_LOADED < NUM_D ? NUM_LOADED : NUM_D;
+    for (int later = FETCHES_LATE_PIECES ? FIRST_LATE : NUM_PIECES; later < NUM_PIECES; ++later)
         for (int s = 0; s < PIECE_SLABS; ++s)
             tma_prefetch_3d(map_d, piece_column(tile, later) + s * SLAB_COLUMNS,
                             piece_row(tile, warpgroup, later), tile.group);
