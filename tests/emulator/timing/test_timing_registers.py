@@ -1,4 +1,4 @@
-"""What registers cost in time: whose they are, multiply-adds beside products, waits behind arithmetic."""
+"""Registers in time: whose they are, multiply-adds beside products, waits behind arithmetic."""
 
 from __future__ import annotations
 
