@@ -2,9 +2,10 @@
 
     python tools/clock_examine.py [--fit] [--units RECORD] [--formats] [--out docs/measured/clock/DATE.jsonl]
 
-Prints the tables of docs/timing.md and writes a record. --fit fits the chip's rates of whole calls to the fitting set
-again and says what they would be; without it the rates are those of padless.emulator.timing.rates. --units takes the
-rates of Hopper's units from a record of `padless bench units` first. --formats takes two minutes more.
+Prints the tables of docs/timing.md and writes a record; with --write both are written in their places. --fit fits the
+chip's rates of whole calls to the fitting set again and says what they would be; without it the rates are those of
+padless.emulator.timing.rates. --units takes the rates of Hopper's units from a record of `padless bench units` first.
+--formats takes two minutes more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import csv
 import itertools
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from clock_b200 import LOOP_RATES, Error, fit_loops, loop_errors, measured_loops
 from clock_formats import examine as examine_formats
 from clock_h200 import MEASURED, Point, Shape, call_of, grid_points, tile_points, tile_times
 from clock_ladder import ladder_rows, ladder_table
+from clock_page import Tables, model_digest, write_block
 from clock_units import fit as fit_units
 from clock_units import read_record, unit_table
 from padless.emulator.timing import B200, H200, Chip
@@ -36,9 +37,14 @@ TESTING = {
     "tiles": "2026-11-21-h200-tiles.jsonl",
 }
 UNITS = MEASURED / "clock" / "units.jsonl"
+COUNTED = MEASURED / "clock" / "counted.jsonl"
+RASTERS = {(256, 128, 2): 8, (128, 192, 1): 16, (128, 128, 1): 8}  # of the counted calls
+FITTED_PAIR = {"NVFP4 x NVFP4": "one rate of power fitted to"}
+RECORD = MEASURED / "clock" / "2026-11-22.jsonl"
+TOOLS = ("clock_b200.py", "clock_examine.py", "clock_formats.py", "clock_h200.py", "clock_ladder.py", "clock_units.py")
 CALL_RATES = {
-    "full_load_ghz": (1.42, 1.43, 1.44, 1.45, 1.46, 1.47, 1.48),
-    "launch_ns": (5250, 5500, 5750, 6000), "memory_overlap": (2.5, 2.75, 3, 3.25, 3.5, 4),
+    "full_load_ghz": (1.9, 1.92, 1.94, 1.96, 1.98, 2.0, 2.02),
+    "launch_ns": (4750, 5000, 5250, 5500, 5750), "memory_overlap": (3, 3.5, 4, 5, 6),
 }  # fmt: skip
 HEAD = "| what | points | mean error | median | 9 of 10 within | largest | bias |\n|---|---|---|---|---|---|---|"
 
@@ -112,32 +118,66 @@ def counted_cycles(times: dict[Shape, TileTimes]) -> list[str]:
     return lines
 
 
-def examine_h200(fit: bool, units: Path | None, record: list[dict[str, Any]]) -> None:
+def counted_tiles(times: dict[Shape, TileTimes]) -> list[str]:
+    """Predicted cycles of a K block beside those counted, with rows that many SMs share: as in a large product."""
+    lines = ["| tile | counted | predicted | error |", "|---|---|---|---|"]
+    rows = [json.loads(line) for line in COUNTED.read_text().splitlines()]
+    for block_m, block_n, cluster in SHAPES:
+        shape = block_m, block_n, cluster
+        seen = [
+            row["period"] for row in rows
+            if row["kind"] == "stage" and tuple(row["tile"]) == shape and row["down"] in (11, 12)
+        ]  # fmt: skip
+        counted, predicted = sum(seen) / len(seen), times[shape].period[block_m // 64]
+        fitted = " (fitted to)" if shape == (128, 128, 1) else ""
+        name = f"{block_m} x {block_n} x {cluster}{fitted}"
+        lines.append(f"| {name} | {counted:.0f} | {predicted:.0f} | {predicted / counted - 1:+.1%} |")
+    return lines
+
+
+def counted_calls(times: dict[Shape, TileTimes], chip: Chip) -> list[str]:
+    """Errors of cycles and of the clock at the problems whose cycles and times were counted, with every tile."""
+    rows = [json.loads(line) for line in COUNTED.read_text().splitlines()]
+    turns = [row for row in rows if row["kind"] == "turn"]
+    fitted: list[float] = []
+    cycles: list[float] = []
+    clocks: list[float] = []
+    for i, row in enumerate(turns):
+        shape: Shape = tuple(row["tile"])
+        call = call_of(row["sizes"], row["n"], row["k"], shape, RASTERS[shape], H200.num_sms)
+        time = call_time(call, times[shape], chip)
+        cycles.append((time.ns - chip["launch_ns"]) * time.ghz / row["cycles"] - 1)
+        (fitted if i // len(SHAPES) % 2 else clocks).append(time.ghz / row["ghz"] - 1)
+    return [
+        Error(tuple(cycles)).row("cycles (test)"),
+        Error(tuple(fitted)).row("clock, 3 problems (two rates of power fitted to)"),
+        Error(tuple(clocks)).row("clock, 4 others (test)"),
+    ]
+
+
+def examine_h200(say: Tables, fit: bool, units: Path | None, record: list[dict[str, Any]]) -> None:
     """Units, then tile times by emulation, then the records of calls."""
     chip = H200 if units is None else fit_units(read_record(units), H200, units.name)
     if units is not None:
         moved = {n: r.value for n, r in chip.rates.items() if r.source == units.name}
-        print("fitted: " + ", ".join(f"{name} {value:.4g}" for name, value in moved.items()) + "\n")
-    print(f"### Units of an H200, cycles\n\n{HEAD}")
-    print("\n".join(unit_table(read_record(UNITS if units is None else units), chip, record)), flush=True)
-    started = time.perf_counter()
+        say("fitted: " + ", ".join(f"{name} {value:.4g}" for name, value in moved.items()) + "\n")
+    say(f"### Units of an H200, cycles\n\n{HEAD}")
+    say(*unit_table(read_record(UNITS if units is None else units), chip, record))
     times = {shape: tile_times(shape, chip) for shape in SHAPES}
-    seconds = time.perf_counter() - started
-    print(f"\n### Tiles of the FP8_BLOCK kernel on an H200, cycles ({seconds:.0f} s)\n")
-    print("| tile | units of 64 rows | a K block | between tiles |\n|---|---|---|---|")
+    say("\n### Tiles of the FP8_BLOCK kernel on an H200, cycles\n")
+    say("| tile | units of 64 rows | a K block | between tiles |\n|---|---|---|---|")
     for (block_m, block_n, cluster), tile in times.items():
         for unit in sorted(tile.period):
-            print(
-                f"| {block_m} x {block_n} x {cluster} | {unit} | {tile.period[unit]:.0f} | {tile.between[unit]:.0f} |"
-            )
+            say(f"| {block_m} x {block_n} x {cluster} | {unit} | {tile.period[unit]:.0f} | {tile.between[unit]:.0f} |")
             record.append(
                 {
                     "kind": "tile", "tile": [block_m, block_n, cluster], "units": unit,
                     "period": tile.period[unit], "between": tile.between[unit], "start": tile.start, "end": tile.end,
                 }
             )  # fmt: skip
-    print("\n### Whole kernels, cycles\n\n| M x N x K | counted | predicted | error |\n|---|---|---|---|")
-    print("\n".join(counted_cycles(times)))
+    say("\n### Whole kernels, cycles\n\n| M x N x K | counted | predicted | error |\n|---|---|---|---|")
+    say("\n".join(counted_cycles(times)))
+    say("\n### A K block of a whole tile, cycles\n", *counted_tiles(times))
     sets = {
         name: prepared(tile_points(file) if "tiles" in name else grid_points(file))
         for name, file in (FITTING | TESTING).items()
@@ -145,11 +185,11 @@ def examine_h200(fit: bool, units: Path | None, record: list[dict[str, Any]]) ->
     fitting = [p for name in FITTING for p in sets[name]]
     if fit:
         chip = fit_calls(fitting, times, chip)
-        print("\nfitted: " + ", ".join(f"{name} {chip[name]:g}" for name in CALL_RATES))
-    print(f"\n### Calls, microseconds from event to event\n\n{HEAD}")
+        say("\nfitted: " + ", ".join(f"{name} {chip[name]:g}" for name in CALL_RATES))
+    say(f"\n### Calls, microseconds from event to event\n\n{HEAD}")
     for name, points in sets.items():
         error = errors(points, times, chip)
-        print(error.row(f"{name} ({'fitted to' if name in FITTING else 'test'})"))
+        say(error.row(f"{name} ({'fitted to' if name in FITTING else 'test'})"))
         record += [
             {
                 "kind": "call", "set": name, "sizes": list(p.point.sizes), "n": p.point.n, "k": p.point.k,
@@ -157,8 +197,10 @@ def examine_h200(fit: bool, units: Path | None, record: list[dict[str, Any]]) ->
             }
             for p in points
         ]  # fmt: skip
+    say(f"\n### Calls whose cycles and clock were counted, 7 problems with 3 tiles each\n\n{HEAD}")
+    say(*counted_calls(times, chip))
     right, wrong = order(sets["tiles"], times, chip)
-    print(f"\nOrder of two tiles that differ by more than 3%: right in {right} of {right + wrong} pairs.")
+    say(f"\nOrder of two tiles that differ by more than 3%: right in {right} of {right + wrong} pairs.")
 
 
 def order(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip) -> tuple[int, int]:
@@ -176,25 +218,25 @@ def order(points: Sequence[Prepared], times: dict[Shape, TileTimes], chip: Chip)
     return right, wrong
 
 
-def examine_b200(fit: bool, record: list[dict[str, Any]]) -> None:
+def examine_b200(say: Tables, fit: bool, record: list[dict[str, Any]]) -> None:
     """Published cycles, and the ladder."""
-    print(f"\n### Products of a B200, published cycles\n\n{HEAD}")
+    say(f"\n### Products of a B200, published cycles\n\n{HEAD}")
     for held_out, name in ((False, "fitted to"), (True, "test: other kinds")):
         for what, error in zip(("interval", "latency"), product_errors(B200, held_out), strict=True):
-            print(error.row(f"{what} ({name})"))
+            say(error.row(f"{what} ({name})"))
     loops = measured_loops(B200)
     fitting, testing = loops[::3], [loop for i, loop in enumerate(loops) if i % 3]
     chip = fit_loops(B200, fitting) if fit else B200
     if fit:
-        print("\nfitted: " + ", ".join(f"{name} {chip[name]:g}" for name in LOOP_RATES))
-    print(f"\n### Main loops of one CTA on a B200, published milliseconds\n\n{HEAD}")
-    print(loop_errors(chip, fitting).row("every third (fitted to)"))
-    print(loop_errors(chip, testing).row("the others (test)"))
+        say("\nfitted: " + ", ".join(f"{name} {chip[name]:g}" for name in LOOP_RATES))
+    say(f"\n### Main loops of one CTA on a B200, published milliseconds\n\n{HEAD}")
+    say(loop_errors(chip, fitting).row("every third (fitted to)"))
+    say(loop_errors(chip, testing).row("the others (test)"))
     for kind in ("FP8_E4M3", "BF16"):
-        print(loop_errors(chip, [loop for loop in testing if loop.kind == kind]).row(f"the others, {kind}"))
+        say(loop_errors(chip, [loop for loop in testing if loop.kind == kind]).row(f"the others, {kind}"))
     rows = ladder_rows(B200)
-    print("\n### The eleven steps of a published MXFP8 GEMM on a B200\n")
-    print(ladder_table(rows))
+    say("\n### The eleven steps of a published MXFP8 GEMM on a B200\n")
+    say(ladder_table(rows))
     record += [{"kind": "step", **row} for row in rows]
 
 
@@ -205,19 +247,25 @@ def main() -> None:
     parser.add_argument("--units", type=Path)
     parser.add_argument("--formats", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", action="store_true", help="the page and its record; takes --formats along")
     arguments = parser.parse_args()
     record: list[dict[str, Any]] = []
-    examine_h200(arguments.fit, arguments.units, record)
-    if arguments.formats:
-        print(f"\n### Kernels that nothing was fitted to, prefill, microseconds\n\n{HEAD}")
+    say = Tables()
+    examine_h200(say, arguments.fit, arguments.units, record)
+    if arguments.formats or arguments.write:
+        say(f"\n### Other kernels, prefill, microseconds\n\n{HEAD}")
         for pair, error, tile in examine_formats():
-            print(error.row(pair))
+            say(error.row(f"{pair} ({FITTED_PAIR.get(pair, 'test')})"))
             record.append({"kind": "formats", "pair": pair, "errors": error.values, "period": tile.period})
-    examine_b200(arguments.fit, record)
-    if arguments.out is not None:
+    examine_b200(say, arguments.fit, record)
+    if arguments.write:
+        write_block("examination", say.lines)
+    out = RECORD if arguments.write else arguments.out
+    if out is not None:
         rates = {chip.name: {n: vars(r) for n, r in chip.rates.items()} for chip in (H200, B200)}
-        session: dict[str, Any] = {"kind": "session", "what": "clock", "rates": rates}
-        arguments.out.write_text("".join(json.dumps(line) + "\n" for line in (session, *record)))
+        session: dict[str, Any] = {"kind": "session", "what": "clock", "model": model_digest(*TOOLS), "rates": rates}
+        record.append({"kind": "page", "lines": say.lines})
+        out.write_text("".join(json.dumps(line) + "\n" for line in (session, *record)))
 
 
 if __name__ == "__main__":

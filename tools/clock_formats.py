@@ -24,6 +24,7 @@ from padless.quantization.quantize import quantize
 
 RECORD = "2026-11-21-h200-formats.jsonl"
 FORMATS = {"FP8_BLOCK": FP8_BLOCK, "MXFP8": MXFP8, "MXFP4": MXFP4, "NVFP4": NVFP4}
+BYTES = {"BF16": 2.0, "FP8_BLOCK": 1.0, "MXFP8": 1.0, "MXFP4": 0.5, "NVFP4": 0.5}  # of a value that is loaded
 PAIRS = (
     "MXFP8 x MXFP8, sm90_mxfp8_grouped_gemm", "NVFP4 x NVFP4", "MXFP4 x MXFP4", "BF16 x NVFP4", "BF16 x MXFP4",
     "FP8_BLOCK x NVFP4", "FP8_BLOCK x MXFP4",
@@ -104,7 +105,12 @@ def call_of(kernel: Kernel, sizes: list[int], n: int, k: int, memory: float) -> 
     a_byte = (memory - sum(stores)) / sum(values)
     products = float(sum(sizes) * n * k * kernel.element_bytes)
     tiles = [min(s for s in SORTS if s >= rows) for *_, rows, _ in order]
-    return Call(tiles, -(-k // 128), products, H200.num_sms, [v * a_byte for v in values], stores)
+    a_name, b_name = kernel.pair.split(",")[0].split(" x ")
+    received = sum(rows * BYTES[a_name] + block_n * BYTES[b_name] for rows in tiles) * k / H200.num_sms
+    return Call(
+        tiles, -(-k // 128), products, H200.num_sms, [v * a_byte for v in values], stores, received,
+        kernel.element_bytes == 2,
+    )  # fmt: skip
 
 
 def examine(pairs: tuple[str, ...] = PAIRS) -> Iterator[tuple[str, Error, TileTimes]]:

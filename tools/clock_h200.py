@@ -77,6 +77,7 @@ def call_of(sizes: Sequence[int], n: int, k: int, shape: Shape, raster_m: int, n
         [-(-tile.rows // UNIT) for tile in order], -(-k // 128),
         float(sum(-(-size // UNIT) * UNIT for size in sizes) * padded * k), workers, loads,
         [2.0 * t.rows * width for t, width in zip(order, widths, strict=True)],
+        128.0 * -(-k // 128) * sum(-(-tile.rows // UNIT) * UNIT + block_n for tile in order) / workers,
     )  # fmt: skip
 
 

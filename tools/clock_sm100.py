@@ -1,6 +1,7 @@
 """Predictions of the clock for this library's Blackwell kernels on a B200, which they have never run on.
 
     python tools/clock_sm100.py            the tables of docs/timing.md
+    python tools/clock_sm100.py --write    the same, put into the page and a record
     python tools/clock_sm100.py --tiles    cycles of every tile: the tables that ``select_config`` goes by
 
 The tiles' cycles come from emulated clusters, the calls' times from the queue of tiles with memory behind it. Dense
@@ -10,6 +11,7 @@ products stand beside the final kernel of a published ladder, played by the same
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,7 +19,9 @@ from math import ceil
 
 import torch
 
+from clock_h200 import MEASURED
 from clock_ladder import FIXED_NS, GHZ, PUBLISHED, SIZES, design_of
+from clock_page import Tables, model_digest, write_block
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import B200, Timeline, timed
 from padless.emulator.timing.chip import Call, TileTimes, band, call_time, first_touches
@@ -36,8 +40,11 @@ FORMATS = {
     "MXFP8 x MXFP4": (MXFP8, MXFP4),
     "FP8_BLOCK": (FP8_BLOCK, FP8_BLOCK),
 }
+RECORD = MEASURED / "clock" / "2026-11-22-sm100.json"
+TOOLS = ("clock_ladder.py", "clock_sm100.py")
 STAGE = 128  # bytes of K
 CONTEST_GHZ = 1.5  # of the competition's own speed of light
+CONTEST_CALLS = 15  # one after the other between its two events, each with operands of its own
 FEW, MANY = 16, 28  # stages: past the first filling of the deepest ring
 Config = Sm100DenseConfig | Sm100GroupedConfig
 
@@ -253,23 +260,44 @@ def grouped_table() -> Iterator[str]:
 
 def contest_table() -> Iterator[str]:
     """Parts of the four competition shapes' times, and their geometric means, as Markdown."""
-    parts = "launch | until the first product | tiles | of that alone: products | memory | after the last product"
-    yield f"| us at {B200.clocks_ghz[1]} GHz | {parts} |"
-    yield "|---" * 7 + "|"
+    parts = "launch, alone | in a row | until the first product | tiles | of that alone: products | speed of light"
+    yield f"| us at {B200.clocks_ghz[1]} GHz | {parts} | after the last product | a call alone | in a row |"
+    yield "|---" * 10 + "|"
     launch, (low, high) = B200["launch_ns"] / 1e3, B200.clocks_ghz
-    means, floors = dict.fromkeys((high, low, CONTEST_GHZ), 1.0), 1.0
+    means, rows = (dict.fromkeys((high, low, CONTEST_GHZ), 1.0) for _ in range(2))
+    floors = dict.fromkeys(("launch and memory", "until the first product", "after the last product", "tiles"), 1.0)
+    between = (launch + (CONTEST_CALLS - 1) * B200["row_ns"] / 1e3) / CONTEST_CALLS
     for problem in PROBLEMS[:4]:
         config = chosen(problem)
         call, times = call_of(problem, config), tile_times(problem.fmt, config)
         time = call_time(call, times, B200, high)
         start, end = (cycles / high / 1e3 for cycles in (times.start, times.ends.get(call.tiles[-1], times.end)))
         alone = time.cycles / high / 1e3 - start - end
-        cells = (launch, start, time.ns / 1e3 - launch - start - end, alone, time.memory_ns / 1e3, end)
+        busy = {ghz: call_time(call, times, B200, ghz).ns / 1e3 - launch for ghz in means}
+        tiles = busy[high] - start - end
+        cells = (
+            launch,
+            between,
+            start,
+            tiles,
+            alone,
+            light_us(problem),
+            end,
+            launch + busy[high],
+            between + busy[high],
+        )
         yield f"| {problem.name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |"
-        means = {ghz: mean * (call_time(call, times, B200, ghz).ns / 1e3) ** (1 / 4) for ghz, mean in means.items()}
-        floors *= (launch + light_us(problem)) ** (1 / 4)
-    found = ", ".join(f"{mean:.1f} at {ghz:g} GHz" for ghz, mean in means.items())
-    yield f"\nGeometric mean of A to D, us: {found}; of launch and speed of light alone {floors:.1f}."
+        means = {ghz: mean * (launch + busy[ghz]) ** (1 / 4) for ghz, mean in means.items()}
+        rows = {ghz: mean * (between + busy[ghz]) ** (1 / 4) for ghz, mean in rows.items()}
+        least = between
+        for part, us in zip(floors, (light_us(problem), start, end, tiles - light_us(problem)), strict=True):
+            least += us
+            floors[part] *= least ** (1 / 4)
+    for what, found in (("in a row", rows), ("alone", means)):
+        shown = ", ".join(f"{mean:.1f} at {ghz:g} GHz" for ghz, mean in found.items())
+        yield f"\nGeometric mean of A to D {what}, us: {shown}."
+    parts = ", ".join(f"{mean:.1f} with {part}" for part, mean in floors.items())
+    yield f"\nIn a row at {high} GHz, part by part: {parts}."
 
 
 # ------------------------------------------------------------------------------------------------- dense
@@ -316,9 +344,14 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiles", action="store_true")
-    lines = tiles_table() if parser.parse_args().tiles else (*grouped_table(), "", *dense_table())
-    for line in lines:
-        print(line, flush=True)
+    parser.add_argument("--write", action="store_true")
+    arguments, say = parser.parse_args(), Tables()
+    for lines in (tiles_table(),) if arguments.tiles else (grouped_table(), ("",), dense_table()):
+        for line in lines:
+            say(line)
+    if arguments.write and not arguments.tiles:
+        write_block("sm100", say.lines)
+        RECORD.write_text(json.dumps({"model": model_digest(*TOOLS), "lines": say.lines}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

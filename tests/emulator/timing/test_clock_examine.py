@@ -63,12 +63,12 @@ def test_memory_rates_are_those_of_reads_and_copies() -> None:
 
 
 def test_decoding_near_five_percent(paper: list[Prepared]) -> None:
-    """4.9% of all 180 points, 5.02% of these."""
+    """3.3% of all 180 points."""
     decode = prepared(grid_points(TESTING["decode"])[::4])
     error = errors(decode, TIMES, H200)
-    assert error.mape <= 0.052
+    assert error.mape <= 0.05
     assert error.largest <= 0.12
-    all_at_once = H200.changed("stated", "a test", memory_overlap=2)
+    all_at_once = H200.changed("stated", "a test", memory_overlap=1.5)
     assert errors(decode, TIMES, all_at_once).mape > 0.08
     assert errors(paper + decode, TIMES, H200).mape <= 0.05
 
@@ -79,7 +79,7 @@ def test_wrong_tiles_or_clock_would_be_seen(paper: list[Prepared]) -> None:
         for shape, t in TIMES.items()
     }
     assert errors(paper, slower, H200).mape > 0.05
-    assert errors(paper, TIMES, H200.changed("stated", "a test", full_load_ghz=1.36)).mape > 0.05
+    assert errors(paper, TIMES, H200.changed("stated", "a test", full_load_ghz=1.85)).mape > 0.05
 
 
 @pytest.mark.slow
@@ -103,11 +103,11 @@ def test_order_counts_pairs_once() -> None:
     assert 0 < right + wrong <= 3 * len({(p.point.sizes, p.point.n, p.point.k) for p in points})
 
 
-def test_faster_tile_is_named_in_five_of_six_pairs() -> None:
+def test_faster_tile_is_named_in_nineteen_of_twenty_pairs() -> None:
     points = prepared([p for p in tile_points(TESTING["tiles"]) if p.k == 7168])
     right, wrong = order(points, TIMES, H200)
     assert right + wrong > 30
-    assert right >= 5 / 6 * (right + wrong)
+    assert right >= 0.95 * (right + wrong)
     wide = TIMES[128, 192, 1]
     faster = replace(wide, period={unit: 0.9 * cycles for unit, cycles in wide.period.items()})
     assert order(points, TIMES | {(128, 192, 1): faster}, H200)[0] < 0.5 * (right + wrong)

@@ -202,7 +202,9 @@ def test_independent_arithmetic_costs_its_slots() -> None:
     body = "\n".join(f"fma.rn.f32 %f{i}, %f{i}, %f90, %f{i};" for i in range(64))
     (alone,), (beside,) = cost_of(body), cost_of(body, tensor=True)
     assert alone.slots == pytest.approx(64 + 1.5)  # type: ignore[attr-defined]
-    assert beside.slots == pytest.approx(64 * 2.5 * H200["operand_slots"] + 1.5)  # type: ignore[attr-defined]
+    assert beside.slots == pytest.approx(64 * 2.5 * H200["operand_slots_alone"] + 1.5)  # type: ignore[attr-defined]
+    slow = beside.slots + beside.beside  # type: ignore[attr-defined]
+    assert slow == pytest.approx(64 * 2.5 * H200["operand_slots"] + 1.5)
     assert alone.dense  # type: ignore[attr-defined]
     assert not cost_of("add.f32 %f1, %f2, %f3;")[0].dense  # type: ignore[attr-defined]
 
@@ -262,11 +264,23 @@ def test_queue_gives_tiles_to_whoever_is_free() -> None:
     assert queue_cycles(call([2, 2, 2, 1, 1]), TIMES) == 1500 + max(1970, 2 * 1060)
 
 
-def test_clock_falls_with_the_cube_root_of_use() -> None:
-    highest = H200.clocks_ghz[1]
-    assert clock_under_load(H200, 0.01, 1.5) == highest
-    assert clock_under_load(H200, 1.0, 1.5) == 1.5
-    assert clock_under_load(H200, 0.5, 1.5) == pytest.approx(1.5 * 2 ** (1 / 3))
+def test_clock_falls_with_the_cube_root_of_what_is_done() -> None:
+    highest, full = H200.clocks_ghz[1], H200["full_load_ghz"]
+    assert clock_under_load(H200, 0.01) == highest
+    assert clock_under_load(H200, 2.0) == pytest.approx(full * 2 ** (-1 / 3))
+    moved = 1 / H200["received_power"]  # as much as the tensor cores, all busy
+    assert clock_under_load(H200, 1.0, moved) == pytest.approx(full * 2 ** (-1 / 3))
+    half = 0.5 / H200["memory_power"]
+    assert clock_under_load(H200, 1.0, moved, half) == pytest.approx(full * 4 ** (-1 / 3))
+
+
+def test_clock_of_a_call_follows_from_what_it_moves() -> None:
+    busy = call([2] * 400)
+    heavy = replace(busy, products=3e11)
+    fed = replace(heavy, received=50.0 * queue_cycles(heavy, TIMES))
+    assert call_time(busy, TIMES, H200).ghz == H200.clocks_ghz[1]
+    assert call_time(fed, TIMES, H200).ghz < call_time(heavy, TIMES, H200).ghz <= H200.clocks_ghz[1]
+    assert call_time(fed, TIMES, H200, ghz=1.5).ghz == 1.5
 
 
 def test_memory_bounds_a_call_from_below() -> None:

@@ -20,7 +20,7 @@ def pool_of(cta: Cta) -> RegisterPool | None:
         program = cta.launch.program
         at_launch = registers_at_launch(program.function, program.instructions)
         if at_launch is not None:
-            cta.registers = RegisterPool(len(cta.warps), at_launch)
+            cta.registers = cta.launch.make_register_pool(len(cta.warps), at_launch)
     return cta.registers
 
 
@@ -52,7 +52,7 @@ def set_registers(e: Emitter) -> None:
         give = partial(pool.give, w.index, count)
         if increase:
             missing = pool.missing(w.index, count)
-            return Until(lambda: missing <= pool.free, give, lambda: pool.describe(w.index)).begin(f)
+            return Until(lambda: missing <= pool.available(w.index), give, lambda: pool.describe(w.index)).begin(f)
         give()
         w.launch.progress += 1
         return None

@@ -15,6 +15,7 @@ from padless.emulator.errors import KernelFault
 from padless.emulator.run.execution import Observer, execute, trace_block
 from padless.emulator.state.launch import Launch
 from padless.emulator.state.mbarrier import Mbarrier
+from padless.emulator.state.register_pool import RegisterPool
 from padless.emulator.state.warp import Cluster, Fragment
 
 IDLE_LIMIT = 4000  # turns without any change before spinning counts as a deadlock
@@ -24,6 +25,7 @@ class Machine(Launch):
     """One launch on a machine whose schedule is drawn from a seed. Arguments as of Launch."""
 
     make_mbarrier = Mbarrier
+    make_register_pool = RegisterPool
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

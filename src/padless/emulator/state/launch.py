@@ -70,6 +70,7 @@ class Launch:
     """What a launch was given and what has happened to it. `run.machine.Machine` runs it."""
 
     make_mbarrier: Callable[..., Any]  # the class of mbarriers
+    make_register_pool: Callable[..., Any]  # and of CTAs' registers
 
     def __init__(
         self,

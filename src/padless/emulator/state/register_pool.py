@@ -63,6 +63,10 @@ class RegisterPool:
         """Registers that a warp lacks to hold `count` a thread."""
         return 32 * (count - self.held[warp])
 
+    def available(self, _warp: int) -> int:
+        """Registers that a warp may take."""
+        return self.free
+
     def give(self, warp: int, count: int) -> None:
         self.free -= self.missing(warp, count)
         self.held[warp] = self.wanted[warp] = count
@@ -80,3 +84,11 @@ class RegisterPool:
             f"{32 * sum(self.wanted)} are asked for ({terms}), {self.given} were given to the CTA at launch "
             f"({32 * len(self.held)} threads x {self.at_launch}); {remedy} would fit"
         )
+
+
+class PartitionedPool(RegisterPool):
+    """The same, where every quarter of the SM has registers of its own: a warp takes what warps of its quarter gave."""
+
+    def available(self, warp: int) -> int:
+        quarter = slice(warp % PARTITIONS, None, PARTITIONS)
+        return 32 * (self.at_launch * len(self.held[quarter]) - sum(self.held[quarter]))

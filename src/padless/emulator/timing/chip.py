@@ -38,7 +38,8 @@ class TileTimes:
 class Call:
     """One call. tiles: their sorts, in the order in which they are handed out. products: row x column x bytes of K
     that the tensor cores multiply. workers: how many take tiles. loads, stores: bytes that each tile is the first to
-    read from memory (``first_touches``), and that it writes."""
+    read from memory (``first_touches``), and that it writes. received: bytes that copies bring into shared memory, on
+    average over the workers' SMs. wide: whether elements have 16 bits, whose products take more power."""
 
     tiles: Sequence[int]
     k_blocks: int
@@ -46,6 +47,8 @@ class Call:
     workers: int
     loads: Sequence[float]
     stores: Sequence[float]
+    received: float = 0.0
+    wide: bool = False
 
 
 def first_touches(tiles: Iterable[tuple[tuple[Hashable, float], tuple[Hashable, float]]]) -> list[float]:
@@ -101,10 +104,28 @@ def _queue(call: Call, times: TileTimes, ghz: float, memory: Sequence[float], p:
     return times.start / ghz + max(end for *_, end in free)
 
 
-def clock_under_load(chip: Chip, tensor_use: float, full_ghz: float) -> float:
-    """GHz at a share of use of the tensor cores. Power goes with use x frequency x voltage squared, and voltage about
-    with frequency: at a power limit the clock goes with the cube root of the use, up to the highest there is."""
-    return min(chip.clocks_ghz[1], full_ghz * max(tensor_use, 1e-3) ** (-1 / 3))
+def clock_under_load(chip: Chip, tensor_use: float, received: float = 0.0, memory: float = 0.0) -> float:
+    """GHz at a share of use of the tensor cores, with ``received`` bytes a cycle into each SM and ``memory`` GB/s.
+
+    Power goes with what is done in a cycle x frequency x voltage squared, and voltage about with frequency. What memory
+    takes of the limit goes with its rate alone. So at the limit the clock goes with the cube root of what is left over
+    what is done in a cycle, up to the highest there is.
+    """
+    left = max(1 - chip["memory_power"] * memory, 0.1)
+    done = max(tensor_use + chip["received_power"] * received, 1e-3)
+    return min(chip.clocks_ghz[1], chip["full_load_ghz"] * (left / done) ** (1 / 3))
+
+
+def _loaded_clock(call: Call, chip: Chip, cycles: float, memory_ns: float) -> float:
+    """GHz of a call: what is done in a cycle, and memory's rate, follow from its time, and that from the clock."""
+    ghz, p = chip.clocks_ghz[1], chip["memory_overlap"]
+    gigabytes = sum(call.loads) + sum(call.stores)
+    for _ in range(4):
+        ns = ((cycles / ghz) ** p + memory_ns**p) ** (1 / p)
+        use = call.products / (chip["tensor_bytes_per_clk"] * chip.num_sms) / (ns * ghz)
+        power = min(use, 1.0) * (chip["wide_power"] if call.wide else 1.0)
+        ghz = clock_under_load(chip, power, call.received / (ns * ghz), gigabytes / ns)
+    return ghz
 
 
 def call_time(
@@ -115,10 +136,10 @@ def call_time(
     if cycles is None:
         cycles = queue_cycles(call, times)
     use = min(call.products / (chip["tensor_bytes_per_clk"] * chip.num_sms) / cycles, 1.0)
-    if ghz is None:
-        ghz = clock_under_load(chip, use, chip["full_load_ghz"])
     read, written = chip["memory_gb_per_s"], chip["memory_write_gb_per_s"]
     memory = [load / read + store / written for load, store in zip(call.loads, call.stores, strict=True)]
+    if ghz is None:
+        ghz = _loaded_clock(call, chip, cycles, sum(memory))
     busy = _queue(call, times, ghz, memory, chip["memory_overlap"])
     return CallTime(cycles, sum(memory), ghz, chip["launch_ns"] + busy, use)
 

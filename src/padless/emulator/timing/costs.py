@@ -41,6 +41,8 @@ class BlockCost:
     dense: bool
     loaded: float  # bytes of global memory, of a warp whose lanes are neighbours
     stored: float
+    beside: float  # slots more, if Hopper's products run beside it
+    waits: float  # of the cycles, those of a try_wait: they pass while arithmetic before it is issued
 
 
 def registers_of(operand: Any) -> Iterator[str]:
@@ -96,7 +98,9 @@ class Costs:
         self.numbers = {name: i for i, name in enumerate(register_names)}
         # A multiply-add reads three operands, of which one is kept over a run of its neighbours.
         self.kept = 1 - 1 / max(reuse_run, 1)
-        self.operand = chip["operand_slots"] if uses_tensor else 0.0
+        self.operand, self.operand_alone = (
+            (chip["operand_slots"], chip["operand_slots_alone"]) if uses_tensor else (0.0, 0.0)
+        )
         self._known: dict[int, BlockCost] = {}
 
     def of(self, block: Block) -> BlockCost:
@@ -109,7 +113,7 @@ class Costs:
     def _work_out(self, block: Block) -> BlockCost:
         ready: dict[str, float] = {}  # registers that slow results lead to
         unread: dict[str, float] = {}
-        slots = chain = stalls = shared = floats = loaded = stored = 0.0
+        slots = chain = stalls = shared = floats = loaded = stored = beside = waits = 0.0
         signal = None
         instructions = list(block.instructions)
         if block.terminator is not None and (not instructions or instructions[-1] is not block.terminator):
@@ -126,6 +130,10 @@ class Costs:
             slots += cost
             if "f32" in ins.modifiers:
                 floats += cost
+            if ins.opcode in ("fma", "mad") and "f32" in ins.modifiers:
+                beside += max((3 - self.kept) * self.operand - cost, 0.0)
+            if ins.opcode == "mbarrier" and "try_wait" in ins.modifiers:
+                waits += stall - cost
             stalls += max(stall - cost, 0.0)
             if is_signal(ins) and signal is None:
                 signal = max(slots, at) + stalls
@@ -150,8 +158,9 @@ class Costs:
             if name in self.numbers:
                 later[time] = later.get(time, 0) | 1 << self.numbers[name]
         return BlockCost(
-            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL, loaded, stored
-        )
+            slots, max(chain, slots) + stalls, shared, signal, tuple(later.items()), floats > SMALL, loaded, stored,
+            beside, waits,
+        )  # fmt: skip
 
     @staticmethod
     def _writes_nothing(ins: Instruction) -> bool:
@@ -186,7 +195,7 @@ class Costs:
                 return 1, 1, chip["clock_read"]
             return 0.34, 0.34, 0
         if op in ("fma", "mad") and "f32" in mods:
-            return max(1.0, (3 - self.kept) * self.operand), alu, 0
+            return max(1.0, (3 - self.kept) * self.operand_alone), alu, 0
         if op in ("ld", "ldu"):
             if self._is_global_load(ins):
                 return 1, chip["global_latency"], 0

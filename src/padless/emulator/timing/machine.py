@@ -19,14 +19,15 @@ from padless.emulator.state.barriers import BarrierWait
 from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import Mbarrier, MbarrierWait
 from padless.emulator.state.program import SYNC, Block
+from padless.emulator.state.register_pool import PartitionedPool
 from padless.emulator.state.schedule import Schedule
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cluster, Fragment
-from padless.emulator.timing.costs import COMPILER_REUSE, Costs
+from padless.emulator.timing.costs import COMPILER_REUSE, BlockCost, Costs
 from padless.emulator.timing.events import Events
 from padless.emulator.timing.rates import Chip
 from padless.emulator.timing.timeline import Timeline, Wait
-from padless.emulator.timing.units import Units
+from padless.emulator.timing.units import Sm, Units
 
 NOTICED = 20  # cycles from which a wait for a loaded value is recorded
 SCHEDULE = Schedule("late", 1.0, 0.0, 1 << 30, "lowest", 0.0, "forward")
@@ -73,6 +74,7 @@ class TimedMachine(Machine):
     ``sms``: CTAs at once. ``limit``: cycles after which the launch is given up as one that does not end."""
 
     make_mbarrier = TimedMbarrier
+    make_register_pool = PartitionedPool
 
     def __init__(
         self,
@@ -102,6 +104,7 @@ class TimedMachine(Machine):
         self._since: dict[Fragment, tuple[float, str]] = {}
         self._begun: dict[Any, float] = {}
         self._in_flight = 0
+        self._shadow: dict[Any, float] = {}  # slots of arithmetic that a warp has issued since it last waited
         self._seen: dict[Any, float] = {}  # when a warp saw its products done, until it releases their stage
         self._pending: dict[Any, list[tuple[float, int]]] = {}  # when slow results come, and to which registers
         trace = self.trace
@@ -151,11 +154,14 @@ class TimedMachine(Machine):
             return True
         sm = self.units.sm(w.cta.slot)
         server = sm.issue[w.index % 4]
+        hidden = min(cost.waits, self._shadow.pop(w, 0.0))
         if not cost.dense:
             issued = server.squeeze(start, cost.slots)
         else:
-            issued = server.take(start, cost.slots, "instructions")[1]
-        end = max(issued, start + cost.chain)
+            slots = self._beside_products(sm, cost)
+            issued = server.take(start, slots, "instructions")[1]
+            self._shadow[w] = slots
+        end = max(issued, start + cost.chain - hidden)
         if cost.shared:
             end = max(end, sm.shared.take(start, cost.shared)[1])
         fed = sm.loads.take(start, cost.loaded / self.chip["l2_feed"], "loads")[1] if cost.loaded else start
@@ -174,6 +180,12 @@ class TimedMachine(Machine):
             self._times[f] = self._due.pop(f)
             return False
         return True
+
+    def _beside_products(self, sm: Sm, cost: BlockCost) -> float:
+        """Slots of arithmetic, a part of it beside Hopper's products, which take half of the registers' bandwidth."""
+        slow = cost.slots + cost.beside
+        running = 0.0 if sm.products is None else sm.products.left(self.now)
+        return slow if running >= slow else running + (1 - running / slow) * cost.slots
 
     def _time(self, f: Fragment) -> float:
         found = self._times.get(f)

@@ -58,6 +58,7 @@ _QR = "ademeure/QuickRunCUDA, catalogue of a B300"
 _PL = "this project's records of an H200"
 _UNITS = "`padless bench units` on an H200, 2026-11-22"
 _CALLS = f"{_PL}: 5 dense shapes and 120 small problems with 3 tiles"
+_COUNTED = "clocks of three kinds of tiles at three problems, counted on an H200, 2026-11-22"
 _ISSUE = {
     "issue_per_clk": Rate(1, "warp-instructions/clk/sub-partition", "stated", "CUDA programming guide"),
     "alu_latency": Rate(4.5, "clk", "inferred", "dependent issue of 4 to 5 cycles since Volta"),
@@ -92,10 +93,16 @@ H200 = Chip(
             f"{_UNITS}: 0.007, less than a run's repeats tell",
         ),
         "operand_slots": Rate(
-            1.0,
+            1.25,
             "issue slots a register operand of an arithmetic instruction while products run",
-            "inferred",
-            f"{_FGS}: 1024 B/clk of registers, of which products take 512",
+            "fitted",
+            f"counted cycles of 128 x 128 tiles, 2026-11-22; {_FGS}: products take half of the registers' bandwidth",
+        ),
+        "operand_slots_alone": Rate(
+            0.51,
+            "issue slots a register operand of an arithmetic instruction while none run",
+            "other chip",
+            f"{_QR}: three distinct operands at 65% of the rate",
         ),
         "mbarrier_wait": Rate(43, "clk of a try_wait that succeeds", "measured", _FGS),
         "mbarrier_arrive": Rate(6, "clk", "measured", _FGS),
@@ -124,11 +131,14 @@ H200 = Chip(
             4030, "GB/s written", "measured", f"{_PL}: copies of 0.2 to 13 GB, less their reads"
         ),
         "l2_mb": Rate(50, "MB", "stated", "NVIDIA H100 white paper"),
-        "launch_ns": Rate(5500, "ns from event to event besides the tiles", "fitted", _CALLS),
-        "full_load_ghz": Rate(
-            1.45, "GHz with the tensor cores always busy", "fitted", f"{_CALLS}; counters: 1.43 to 1.53"
+        "launch_ns": Rate(5250, "ns from event to event besides the tiles", "fitted", _CALLS),
+        "full_load_ghz": Rate(2.0, "GHz with the tensor cores always busy and nothing moved", "fitted", _CALLS),
+        "wide_power": Rate(
+            2.36, "power of products of 16 bits, of those of 8", "fitted", f"{_PL}: NVFP4 x NVFP4 at prefill"
         ),
-        "memory_overlap": Rate(3, "exponent with which a round's times of tiles and of memory join", "fitted", _CALLS),
+        "received_power": Rate(0.0261, "power of a B/clk into an SM, of the tensor cores'", "fitted", _COUNTED),
+        "memory_power": Rate(0.00012, "of the limit a GB/s of memory", "fitted", _COUNTED),
+        "memory_overlap": Rate(4, "exponent with which a round's times of tiles and of memory join", "fitted", _CALLS),
     },
 )
 
@@ -168,6 +178,7 @@ B200 = Chip(
         "tmem_wait": Rate(13, "clk", "stated", "tcgen05.wait alone"),
         "tmem_alloc": Rate(253, "clk", "stated", "tcgen05.alloc alone"),
         "operand_slots": Rate(0.0, "issue slots", "inferred", "sums are not in registers"),
+        "operand_slots_alone": Rate(0.0, "issue slots", "inferred", "as above"),
         "mbarrier_wait": Rate(30, "clk", "measured", _FB),
         "mbarrier_arrive": Rate(27, "clk", "other chip", _QR),
         "remote_arrive": Rate(210, "clk", "other chip", _QR),
@@ -191,8 +202,14 @@ B200 = Chip(
         "memory_write_gb_per_s": Rate(7220, "GB/s written", "inferred", "as reads"),
         "l2_mb": Rate(126, "MB", "measured", _SA),
         "full_load_ghz": Rate(1.58, "GHz", "measured", "flashinfer, 1000 W, sustained attention"),
-        "memory_overlap": Rate(3, "exponent", "inferred", "as on an H200"),
+        "wide_power": Rate(1.0, "of products of 8 bits", "inferred", "as above"),
+        "received_power": Rate(0.0, "of the tensor cores'", "inferred", "in what full_load_ghz was measured at"),
+        "memory_power": Rate(0.0, "of the limit", "inferred", "as above"),
+        "memory_overlap": Rate(4, "exponent", "inferred", "as on an H200"),
         "launch_ns": Rate(5000, "ns", "inferred", _QR),
+        "row_ns": Rate(
+            1700, "ns of a call among others of a stream, in place of a launch", "inferred", f"3.3 us less, as in {_PL}"
+        ),
         "stage_floor": Rate(185, "clk a stage of a ring, however little it carries", "fitted", _LOOPS),
         "stream_bytes_per_clk": Rate(41, "B/clk of the operand with more rows, alone on the chip", "fitted", _LOOPS),
         "mma_least": Rate(44, "clk between products of a loop", "fitted", _LOOPS),

@@ -64,6 +64,10 @@ class Batches:
         if not self._active:
             self._begin()
 
+    def left(self, now: float) -> float:
+        """Cycles until all that was asked for is done."""
+        return max(self.server.free - now, 0.0) + sum(work for line in self._lines.values() for work, *_ in line)
+
     def _begin(self) -> None:
         self._active = bool(self._lines)
         if not self._active:

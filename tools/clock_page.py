@@ -1,0 +1,63 @@
+"""Tables of the clock in docs/timing.md, and whether they are those of today's model.
+
+A tool that makes tables writes them into the page, between <!-- NAME:begin --> and <!-- NAME:end -->, and into a record
+with a digest of the model: its rates and its code, and the code of the tools that compare. A test holds page and record
+together, and the record's digest beside today's.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "timing.md"
+TIMING = ROOT / "src" / "padless" / "emulator" / "timing"
+SHOWN_ONLY = ("picture.py", "report.py", "trace.py", "diagnosis.py", "__init__.py")  # of a run, after it
+
+
+class Tables:
+    """Lines that are printed as they come, and kept."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, *lines: str) -> None:
+        for line in lines:
+            print(line, flush=True)
+            self.lines += line.split("\n")
+
+
+def code_of(source: str) -> str:
+    """What a file's Python does: without comments, docstrings and the places of its lines."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
+
+
+def model_digest(*tools: str) -> str:
+    """Of the clock's code and rates, and of these files of tools/."""
+    paths = [path for path in sorted(TIMING.glob("*.py")) if path.name not in SHOWN_ONLY]
+    paths += [ROOT / "tools" / name for name in tools]
+    return hashlib.sha256("\n".join(code_of(path.read_text()) for path in paths).encode()).hexdigest()[:16]
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+
+
+def read_block(name: str, page: Path = PAGE) -> list[str]:
+    """Lines between a page's marks."""
+    begin, end = _marks(name)
+    return page.read_text().split(begin)[1].split(end)[0].rstrip("\n").split("\n")
+
+
+def write_block(name: str, lines: list[str], page: Path = PAGE) -> None:
+    """Lines put between a page's marks in place of what is there."""
+    begin, end = _marks(name)
+    text = page.read_text()
+    head, rest = text.split(begin)
+    page.write_text(head + begin + "\n".join(lines).strip("\n") + "\n" + end + rest.split(end)[1])
