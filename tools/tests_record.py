@@ -61,7 +61,7 @@ def page(record: dict[str, Any]) -> str:
     skipped = sum(record["skipped"].values())
     named = f"commit `{record['commit'][:12]}` " if record["commit"] else ""
     text = (
-        f"# Every test once\n\nThe tests of {named}(tree `{record['tree'][:12]}`), quick and slow, each run once:\n"
+        f"# Every test once\n\nThe tests of {named}(tree `{record['tree'][:12]}`), quick and slow:\n"
         f"{record['tests']:,} tests, {record['passed']:,} passed, {len(record['failed'])} failed, {skipped:,} skipped, "
         f"{len(record['not reached'])} not reached; {record['seconds']:,.0f} seconds of tests in all.\n\n"
         "| part | wall seconds | machine |\n|---|---|---|\n"
