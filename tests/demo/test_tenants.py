@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from padless.demo.train.model import ModelSize
 from padless.demo.train.parity import verdicts
 from padless.demo.train.text import draw_batch, help_topics
 from padless.nn import RECIPES
+from support.ragged import ROOT
 
 TINY = ModelSize(layers=1, hidden=128, heads=2, experts=4, top_k=2, intermediate=128, length=32, batch=4)
 BLOCKS = "128 x 128 of dY in dgrad"
@@ -59,6 +62,21 @@ def test_the_second_tenant_does_not_see_the_first_ones_unit(monkeypatch: pytest.
     with loss_parity.FAULTS[BLOCKS]():
         blocked = gradients_of_maps("fp8", 2.0**20, monkeypatch)
     assert (blocked[1] - exact).norm() > 0.9 * exact.norm()
+
+
+def test_what_an_h200_measured():
+    """The record that docs/training.md shows: right recipes hold, and no planted fault does."""
+    record = json.loads((ROOT / "docs/measured/2026-11-22-h200-train-demo-tenants.json").read_text())
+    shown = (ROOT / "docs/training.md").read_text()
+    held = {}
+    for run in record["runs"]:
+        curves = [demo.Curve(**curve) for curve in run["curves"]]
+        training = demo.Training(ModelSize(**run["size"]), run["source"], run["device"], curves, 0.0)
+        for verdict in verdicts(training):
+            held[verdict.recipe] = verdict.holds
+            seeds = ", ".join(f"{d:+.2%}" for d in verdict.by_seed)
+            assert f"| {verdict.difference:+.2%} | {seeds} |" in shown, verdict.recipe
+    assert held == {"fp8": True, "fp8_1d1d": True} | dict.fromkeys(loss_parity.FAULTS, False)
 
 
 STEPS, SEEDS = 120, (0, 1, 2)

@@ -25,7 +25,7 @@ _QUANTIZERS = [f"torchao.prototype.blockwise_fp8_training.{name}" for name in ("
 
 
 def few(configs: Sequence[Any]) -> list[Any]:
-    """Of what a quantizer tries, every tile with 4 warps and the fewest stages: compiling all 45 takes minutes.
+    """Of what a quantizer tries, every tile with 4 warps and the fewest stages: all 45 compile one by one.
 
     Stages say nothing there, as no quantizer has a loop; they are bound by memory.
     """
