@@ -161,10 +161,10 @@ REASONS = (
         "ISA orders by itself; the compiler puts these fences in where they are not written.",
     ),
     Reason(
-        r"wgmma\.commit_group",
-        "deleted",
-        r"sm90_bf16/multiply\.cuh:71\b",
-        "In the middle of a stage: these products join the next group, which is waited for before their tokens are "
+        r"wgmma\.(commit|wait)_group",
+        "deleted|waits for one",
+        r"sm90_bf16/multiply\.cuh:(71|88)\b",
+        "In the middle of a stage: these products are waited for with those behind them, before their tokens are "
         "given back. The fragments made meanwhile are other registers in PTX, and ptxas keeps those of products under "
         "way.",
     ),
@@ -214,6 +214,12 @@ REASONS = (
         "relaxed",
         "",
         "It publishes mbarriers, for which fence.mbarrier_init and a relaxed arrival are enough.",
+    ),
+    Reason(
+        r"cp\.async\.bulk\.wait_group",
+        "deleted|waits for one",
+        r"sm90_bf16_grouped_gemm\.cu:192\b",
+        "With NVFP4 rows for an output the kernel has no bulk store: there is nothing to wait for.",
     ),
     Reason(
         r"cp\.async\.bulk\.wait_group",
