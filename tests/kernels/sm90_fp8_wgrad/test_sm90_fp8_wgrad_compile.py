@@ -141,6 +141,8 @@ def test_clusters_and_sums_by_tma_where_groups_are_long() -> None:
     assert chosen(k=7168 - 128) == chosen(num_sms=1) == (1, 0)
     adds = {"out_dtype": torch.float32, "accumulate": True}
     assert [chosen(tokens=32 * size, **adds) for size in (512, 1024, 2048)] == [(1, 0), (1, 2), (2, 2)]
+    stores = problem(out_dtype=torch.float32)  # 256 tokens a group in copies of 384
+    assert [select_config(replace(stores, tokens=32 * size)).block_m for size in (384, 512)] == [128, 256]
     assert [chosen(tokens=32 * size, mode="1d1d", **adds) for size in (512, 1024)] == [(1, 0), (2, 2)]
 
 

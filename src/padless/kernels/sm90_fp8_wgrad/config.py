@@ -98,7 +98,7 @@ _OUTPUT_CYCLES_PER_BYTE = 2 / 128
 _ADDING_CYCLES = {"1d2d": {256: 9900, 128: 4700}, "1d1d": {256: 5100, 128: 3050}}
 # Tokens a group. From LONG on, what CTAs of a cluster wait for each other is less than what they save, and adding is not
 # bound by bytes; from LONGER on they save more in 1d2d that adds, too. Below FEW bytes bind what stores float32.
-_FEW, _LONG, _LONGER = 384, 1024, 2048
+_FEW, _LONG, _LONGER = 448, 1024, 2048
 
 
 def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
