@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from padless.distributed.row_format import RowFormat
 from padless.formats import BlockScaledFormat
+from padless.quantization.rules import LIFT
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Settings:
 
     def gradient_rows(self, x: torch.Tensor) -> RowFormat:
         """How x (T, H) travels by the plan of an earlier dispatch."""
-        return RowFormat(self.gradient_format or x.dtype, x.shape[1], "k")
+        return RowFormat(self.gradient_format or x.dtype, x.shape[1], "k", lift=LIFT if self.gradient_format else 1.0)
 
     @property
     def num_slots(self) -> int:
