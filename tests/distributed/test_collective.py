@@ -29,12 +29,12 @@ def test_three_processes() -> None:
 
 @pytest.mark.slow
 def test_planted_bugs_are_found() -> None:
-    """Rows in another order, weights left out, a row left out, gradients of weights too small, or of other rows."""
+    """Rows in another order, weights left out, a row left out, gradients of weights too small, of other rows, or cut."""
     planted = (
         ("order", "formats"), ("unweighted", "formats"), ("lost", "sizes"), ("slots", "gradients"),
         ("order", "training"), ("slots", "training"), ("order", "experts"), ("again", "experts"),
         ("scales", "gradients_in_fp8"), ("scales", "gradient_rows"), ("again", "gradient_rows"),
-        ("slots", "moe_gradients"),
+        ("floor", "gradient_rows"), ("slots", "moe_gradients"),
     )  # fmt: skip
     with RankPool(2, cuda=False, backend="collective") as pool:
         for bug, case in planted:

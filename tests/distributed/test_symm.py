@@ -124,7 +124,7 @@ def test_machine_code_of_three_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_machine_code_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in FP8 by a plan, decoded by the GPU's own conversion, on two ranks."""
+    """Rows in FP8 by a plan, one of them tiny, decoded by the GPU's own conversion, on two ranks."""
     p = exchange.draw([2, 1], 4, 160, 3, 1)
     ranks = ep_virtual.make(p, fmt=torch.bfloat16, few_slots=0, gradient_format=padless.FP8_BLOCK)
     kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
@@ -133,6 +133,8 @@ def test_machine_code_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     x = [torch.randn(t.shape, generator=generator) for t in p.tokens]
     x = [(t * 2.0 ** torch.randint(-20, 3, t.shape, generator=generator)).to(torch.bfloat16) for t in x]
     values = [padless.dequantize(padless.quantize(t, padless.FP8_BLOCK), torch.bfloat16) for t in x]
+    x[0][1] *= 2.0**-48
+    values[0][1] *= 2.0**-48
     for r, got in enumerate(ranks.redispatch(x)):
         want = exchange.rows_of(exchange.Problem(values, p.ids, p.weights, p.expert_map), r, torch.bfloat16)
         exchange.assert_rows(got, want, f"rank {r}")

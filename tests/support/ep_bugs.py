@@ -92,6 +92,11 @@ BUGS = {
     "gradients have their first block's scale": Bug(
         "gradients_in_fp8", (("receive_gradients", "scales + block", "scales + 0 * block"),)
     ),
+    "gradients are not lifted": Bug(
+        "gradients_in_fp8",
+        (("publish", ", other=0.0)) * LIFT", ", other=0.0))"), ("publish", "scale * (1 / LIFT)", "scale")),
+    ),
+    "gradients stay lifted": Bug("gradients_in_fp8", (("publish", "scale * (1 / LIFT)", "scale"),)),
     "gradients are not waited for": Bug(
         "waits_for_gradients", (("receive_gradients", "aborted, epoch, status_ptr", "aborted, 0, status_ptr"),)
     ),

@@ -324,7 +324,7 @@ def run_all(rank: Rank, names: list[str] | None = None) -> dict[str, str | None]
 
 def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
     """A case with a bug in the collective backend of every rank."""
-    from padless.distributed import collective, row_format
+    from padless.distributed import collective, row_format, settings
     from padless.distributed.plan import Sorted, sort_slots
 
     backend, call = collective.CollectiveBackend, collective.ops.call
@@ -360,6 +360,7 @@ def run_with_bug(rank: Rank, bug: str, name: str) -> dict[str, str | None]:
         "unweighted": (collective.ops, "call", unweighted),
         "lost": (backend, "_fan_out", without_row_0),
         "slots": (backend, "combine", without_slots),
+        "floor": (settings, "LIFT", 1.0),
         "again": (backend, "redispatch", two_rows_exchanged),
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -228,7 +228,8 @@ def training(ranks: Ranks) -> None:
 
 def gradients_that_travel_in_fp8(ranks: Ranks) -> None:
     """The recipe "fp8" quantizes them along rows anyway, to the same codes: x, router weights and w13 get the bits
-    that they get from bfloat16 ones; w2's gradient, quantized along the tokens, is rounded once more.
+    that they get from bfloat16 ones; w2's gradient, quantized along the tokens, is rounded once more. Those of a `dout`
+    that is 2^-48 as large are 2^-48 as large, to the bit.
     """
     e, h, i = 2 * ranks.size, 128, 64
     p = draw(ranks.counts(33, 20), e, h, 2, 14, distinct=True)
@@ -236,7 +237,8 @@ def gradients_that_travel_in_fp8(ranks: Ranks) -> None:
     weights = torch.randn((e, 2 * i, h), generator=generator) / 8, torch.randn((e, h, i), generator=generator) / 6
     dout = torch.randn(p.tokens[ranks.rank].shape, generator=generator).to(ranks.device, torch.bfloat16)
     found = []
-    for gradient_fmt in (None, FP8_BLOCK):
+    smaller = 2.0**-48
+    for gradient_fmt, size in ((None, 1.0), (FP8_BLOCK, 1.0), (FP8_BLOCK, smaller), (None, smaller)):
         ep = ranks.make(p, fmt=torch.bfloat16, gradient_fmt=gradient_fmt)
         module = Experts(h, i, e, recipe="fp8", ep=ep, device=ranks.device)
         with torch.no_grad():
@@ -245,12 +247,16 @@ def gradients_that_travel_in_fp8(ranks: Ranks) -> None:
         x, ids, weight = (t.clone() for t in ranks.own(p))
         x.requires_grad_()
         weight.requires_grad_()
-        module(x, ids, weight).backward(dout)
+        module(x, ids, weight).backward(dout * size)
         found.append([x.grad, weight.grad, module.w13.grad, module.w2.grad])
     for name, got, want in zip(("x", "weights", "w13"), found[1], found[0], strict=False):
         assert torch.equal(got, want), name
     off = float((found[1][3] - found[0][3]).norm() / found[0][3].norm())
     assert 0.01 < off < 0.08, off
+    for small, usual in ((2, 1), (3, 0)):
+        for got, want in zip(found[small], found[usual], strict=True):
+            assert want.abs().amax() > 0
+            assert torch.equal(got, want * smaller), small
 
 
 CASES = {function.__name__: function for function in (experts, layers, gradients_that_travel_in_fp8, meshes, training)}

@@ -152,7 +152,10 @@ def order_of_sums(device: str) -> None:
 
 @case
 def gradients_in_fp8(device: str) -> None:
-    """Rows of other values through FP8_BLOCK, decoded: the bits of quantizing and decoding a token, wherever it goes."""
+    """Rows of other values through FP8_BLOCK, decoded: the bits of quantizing and decoding a token, wherever it goes.
+
+    Rows are down to 2^-48 as large, which scales their bits alone.
+    """
     for dtype, programs in ((torch.bfloat16, 0), (torch.float32, 1)):
         p = draw([5, 0, 3], 6, 160, 3, 4)
         ranks = make(p, fmt=dtype, device=device, programs=programs, gradient_format=padless.FP8_BLOCK, few_slots=0)
@@ -165,7 +168,9 @@ def gradients_in_fp8(device: str) -> None:
             x[0][2, 7] = torch.inf
             x[2][1] = 0.0
             x = [t.to(dtype) for t in x]
+            sizes = [2.0 ** torch.randint(-48, 1, (len(t), 1), generator=generator) for t in x]
             values = [padless.dequantize(padless.quantize(t, padless.FP8_BLOCK), dtype) for t in x]
+            x, values = ([(t * s).to(dtype) for t, s in zip(given, sizes, strict=True)] for given in (x, values))
             want = Problem(values, p.ids, p.weights, p.expert_map)
             for r, got in enumerate(ranks.redispatch(x)):
                 assert got.dtype == dtype

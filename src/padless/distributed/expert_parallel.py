@@ -46,8 +46,8 @@ class ExpertParallel:
         scale_rule: as in `padless.quantize`.
         device: of the tensors; None is the current GPU where the group has NCCL, else the CPU.
         gradient_fmt: None, or FP8_BLOCK: what the gradient of `combine`'s result travels in, half the bytes of bfloat16.
-            It is quantized where it is made, in blocks of 1 x 128, and rows are its decoded values. Sums on the way back
-            stay in bfloat16. For rows that are not quantized.
+            It is quantized where it is made, in blocks of 1 x 128 and 2^60 times as large (it may be 2^67), and rows are
+            its decoded values. Sums on the way back stay in bfloat16. For rows that are not quantized.
         timeout: seconds after which a rank that does not answer is an error ("symm" and "deepep"; "collective" has the
             group's).
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.

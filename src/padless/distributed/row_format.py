@@ -19,13 +19,15 @@ class RowFormat:
     """How a token of so many values is sent and how rows are handed over.
 
     format: a block-scaled format, or torch.bfloat16 or torch.float32 for values as they are.
-    hidden: H. scale_major: of FP8_BLOCK's scales. scale_rule: as in `padless.quantize`.
+    hidden: H. scale_major: of FP8_BLOCK's scales. scale_rule: as in `padless.quantize`. lift: a power of two
+    that FP8_BLOCK's values are multiplied by before they are quantized, and their scales divided by afterwards.
     """
 
     format: BlockScaledFormat | torch.dtype
     hidden: int
     scale_major: str = "mn"
     scale_rule: str | None = None
+    lift: float = 1.0
 
     @property
     def is_plain(self) -> bool:
@@ -61,8 +63,9 @@ class RowFormat:
         if isinstance(self.format, torch.dtype):
             return as_bytes(x.to(self.format)), x.new_empty((x.shape[0], 0), dtype=torch.uint8)
         major = "k" if self.format == FP8_BLOCK else None
+        x = x if self.lift == 1 else x * self.lift
         t = quantize(x, self.format, scale_major=major, scale_rule=self.scale_rule, global_scale=global_scale)
-        return as_bytes(t.data), as_bytes(t.scale)
+        return as_bytes(t.data), as_bytes(t.scale if self.lift == 1 else t.scale * (1 / self.lift))
 
     def records(self, x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
         """(T, record_bytes) uint8."""

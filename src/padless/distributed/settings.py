@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from padless.distributed.row_format import RowFormat
 from padless.formats import BlockScaledFormat
+from padless.quantization.rules import LIFT
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a backend is told.
+    """Sizes and choices that a backend is made with.
 
     row_format: of dispatched rows. capacity: rows of a rank, or "exact". partial: dtype of a rank's sums, bfloat16, or
     float32 for float32 rows. timeout: seconds to wait for another rank. programs: of a kernel that moves rows; 0 is
@@ -34,8 +35,8 @@ class Settings:
     gradient_format: BlockScaledFormat | None = None
 
     def gradient_rows(self, x: torch.Tensor) -> RowFormat:
-        """How x (T, H) travels by the plan of an earlier dispatch."""
-        return RowFormat(self.gradient_format or x.dtype, x.shape[1], "k")
+        """Format that x (T, H) travels in by the plan of an earlier dispatch."""
+        return RowFormat(self.gradient_format or x.dtype, x.shape[1], "k", lift=LIFT if self.gradient_format else 1.0)
 
     @property
     def num_slots(self) -> int:

@@ -291,7 +291,7 @@ class SymmBackend:
                 state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
                 s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
                 layout.listed, layout.published, layout.ids, layout.weights, layout.scales, layout.x,
-                layout.record_bytes, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes,
+                layout.record_bytes, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes, LIFT=row_format.lift,
                 PUSH_SCALES=quantizes and ids is None and row_format.placed_columns > 0,
                 CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
                 HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=4,

@@ -99,6 +99,7 @@ def publish(
     TOP_K: tl.constexpr,
     H: tl.constexpr,
     QUANTIZE: tl.constexpr,
+    LIFT: tl.constexpr,  # of `RowFormat`
     PUSH_SCALES: tl.constexpr,  # to all ranks, instead of into the record
     CODE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
@@ -117,7 +118,7 @@ def publish(
     for token in range(tl.program_id(0), T, tl.num_programs(0)):
         record = own + tl.cast(token, tl.int64) * record_bytes
         if QUANTIZE:
-            block, scale = _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, HARDWARE_CAST)
+            block, scale = _quantize_row(x_ptr + tl.cast(token, tl.int64) * x_stride, record, H, LIFT, HARDWARE_CAST)
             COLUMNS: tl.constexpr = (H + 127) // 128
             if PUSH_SCALES:
                 at = ((half * R + rank) * max_tokens + token) * COLUMNS * 4
@@ -147,16 +148,16 @@ def publish(
 
 
 @triton.jit
-def _quantize_row(x_ptr, record, H: tl.constexpr, HARDWARE_CAST: tl.constexpr):
+def _quantize_row(x_ptr, record, H: tl.constexpr, LIFT: tl.constexpr, HARDWARE_CAST: tl.constexpr):
     """Stores the H codes of a row of FP8_BLOCK; (blocks, their scales), a power of two of them."""
     COLUMNS: tl.constexpr = (H + 127) // 128
     BLOCKS: tl.constexpr = triton.next_power_of_2(COLUMNS)
     block = tl.arange(0, BLOCKS)
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     inside = column < H
-    x = casts.to_float32(tl.load(x_ptr + column, mask=inside, other=0.0))
+    x = casts.to_float32(tl.load(x_ptr + column, mask=inside, other=0.0)) * LIFT
     scale, inverse = _fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
     codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
     there = tl.multiple_of(record.to(tl.pointer_type(tl.uint8)), 16)
     tl.store(there + column, codes, mask=inside)
-    return block, scale
+    return block, scale * (1 / LIFT)

@@ -112,18 +112,18 @@ def check_sizes(ranks: Ranks) -> None:
 
 
 def check_gradients(ranks: Ranks) -> None:
-    """Gradients to the rows of all ranks by a plan, as they are and through FP8_BLOCK, bit for bit."""
+    """Gradients to the rows of all ranks by a plan, as they are and through FP8_BLOCK, bit for bit, of any size."""
     for dtype, fmt in GRADIENTS:
         p = draw(ranks.counts(7, 5), 2 * ranks.size, 160, 3, 6)
         ep = ranks.make(p, fmt=dtype, gradient_fmt=fmt)
         _, plan = ep.dispatch(*ranks.own(p))
-        for seed in range(3):
+        for seed, size in enumerate((1.0, 2.0**-48, 1.0)):
             generator = torch.Generator().manual_seed(seed)
             douts = [torch.randn(t.shape, generator=generator).to(dtype) for t in p.tokens]
-            decoded = [d if fmt is None else dequantize(quantize(d, fmt), dtype) for d in douts]
+            decoded = [(d if fmt is None else dequantize(quantize(d, fmt), dtype)) * size for d in douts]
             want = reference.rows_of(Problem(decoded, p.ids, p.weights, p.expert_map), ranks.rank, dtype)
-            got = gradients_of_rows(ep, douts[ranks.rank].to(ranks.device), plan)
-            reference.assert_rows(got, want, f"gradients in {fmt or dtype}")
+            got = gradients_of_rows(ep, douts[ranks.rank].to(ranks.device) * size, plan)
+            reference.assert_rows(got, want, f"gradients of {size} in {fmt or dtype}")
         ep.check()
 
 
