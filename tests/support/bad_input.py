@@ -96,6 +96,12 @@ def fp4(rows: int = 4, columns: int = 16) -> torch.Tensor:
     return torch.zeros((rows, columns), dtype=torch.uint8)
 
 
+def along(recipe: str, offs: torch.Tensor) -> torch.Tensor:
+    """A product along 128 tokens in groups, called as torch's."""
+    codes, scale = a(m=K).data, normal(K, G)
+    return padless.scaled_grouped_mm(codes, codes.t(), scale, recipe, scale.t().contiguous(), recipe, offs=offs)
+
+
 GEMM, QUANT = "grouped_gemm", "grouped_gemm_quant"
 LINES: tuple[Bad, ...] = (
     # offsets
@@ -144,6 +150,11 @@ LINES: tuple[Bad, ...] = (
     Bad("gemm", "weights of several groups", lambda: padless.gemm(a(), b())),
     Bad("scaled_grouped_mm", "a recipe that there is not", lambda: padless.scaled_grouped_mm(
         a().data, b().data.mT, a().scale, "RowWise", b().scale, "BlockWise128x128", offs=OFFS)),
+    Bad("scaled_grouped_mm", "one-byte scales, and no word on their swizzle", lambda: padless.scaled_grouped_mm(
+        a(MXFP8).data, b(MXFP8).data.mT, a(MXFP8).scale, "BlockWise1x32", b(MXFP8).scale, "BlockWise1x32", offs=OFFS)),
+    Bad("scaled_grouped_mm", "MXFP8 along the groups", lambda: along("BlockWise1x32", ends(32, 64, 128))),
+    Bad("scaled_grouped_mm", "groups of other lengths along the sum", lambda: along("BlockWise1x128", ends(2, 2, 5)),
+        UNSEEN),
     Bad(QUANT, "NVFP4 output without its global scale", lambda: padless.grouped_gemm_quant(
         a_tensor=a(), b_tensor=b(), padded_offsets=OFFS, d_format=NVFP4)),
     Bad(QUANT, "columns of MXFP4", lambda: padless.grouped_gemm_quant(

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.compat.torch_recipes import activations, columns, weights
 from padless.gradients import refuse_gradients
-from padless.layouts import to_mn_major
 from padless.ops.grouped_gemm import grouped_gemm
+from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 
 
 def scaled_grouped_mm(
@@ -30,86 +30,51 @@ def scaled_grouped_mm(
     contraction_dim: tuple[int, ...] | list[int] = (),
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Grouped product of (M, K) by (G, K, N) with 1x128 scales on the left and 128x128 scales on the right.
+    """Grouped product of (M, K) by (G, K, N), or of (M, T) by (T, N) along groups of T (a weight gradient).
+
+    Recipes are ScalingTypes, of a and b each one of: BlockWise1x128 (a) and BlockWise128x128 (b) for float8_e4m3fn;
+    BlockWise1x32 for float8_e4m3fn, float8_e5m2 and float4_e2m1fn_x2; BlockWise1x16 or [BlockWise1x16, TensorWise] for
+    float4_e2m1fn_x2. The pairs of formats are grouped_gemm's. Along groups of T: BlockWise1x128 with either FP8 recipe.
 
     Args:
-        mat_a: (M, K) float8_e4m3fn, row-major.
-        mat_b: (G, K, N) float8_e4m3fn, column-major: the transpose of a contiguous (G, N, K).
-        scale_a: (M, ceil(K / 128)) float32 decode scales, row-major or MN-major, or a list of that one tensor.
-        scale_recipe_a: ScalingType.BlockWise1x128, or a list of it.
-        scale_b: (G, ceil(K / 128), ceil(N / 128)) float32, in any layout, the K blocks rounded up to 4 or not; best the
-            transpose of a contiguous (G, N blocks, K blocks), which needs no copy. Where the two numbers of blocks
-            differ, (G, N blocks, K blocks) itself is taken too.
-        scale_recipe_b: ScalingType.BlockWise128x128, or a list of it.
-        swizzle_a: None or SwizzleType.NO_SWIZZLE.
-        swizzle_b: None or SwizzleType.NO_SWIZZLE.
+        mat_a: (M, K) codes, row-major; FP4 codes (M, K / 2).
+        mat_b: (G, K, N), column-major: the transpose of a contiguous (G, N, K). Or (T, N), column-major.
+        scale_a: decode scales, or a list of them. 1x128: (M, ceil(K / 128)) float32, row-major or MN-major. 1x32 and
+            1x16: e8m0 and e4m3, unswizzled (M, K blocks), or 2-D in 32x4x4 tiles with each group's rows from a tile of
+            their own (`padless.layouts.to_blocked_groups`). TensorWise: float32, one value or (G,). With (M, T):
+            (M, S), best with strides (1, M), where every group's blocks of 128 count from its start, side by side.
+        scale_recipe_a: a ScalingType, or a list of them.
+        scale_b: 128x128: (G, ceil(K / 128), ceil(N / 128)) float32, in any layout, the K blocks rounded up to 4 or not;
+            best the transpose of a contiguous (G, N blocks, K blocks), which needs no copy. Where the two numbers of
+            blocks differ, (G, N blocks, K blocks) itself is taken too. 1x32 and 1x16: (G, N, K blocks), or (G, bytes)
+            in 32x4x4 tiles. With (T, N): (S, N) or, for 128x128, (S, ceil(N / 128)).
+        scale_recipe_b: a ScalingType, or a list of them.
+        swizzle_a: SwizzleType.SWIZZLE_32_4_4 or NO_SWIZZLE of 1x32 and 1x16 scales, which must be said; else None too.
+        swizzle_b: the same of scale_b.
         bias: must be None.
-        offs: (G,) int32 or int64 cumulative end rows.
-        output_dtype: bfloat16 (None too), float16 or float32.
-        contraction_dim: must be empty.
+        offs: (G,) int32 or int64 cumulative end rows; with (M, T) ends along T, multiples of 32.
+        output_dtype: bfloat16 (None too), float16 or float32; with (M, T) not float16.
+        contraction_dim: empty or (-1, -2), the same.
         use_fast_accum: accepted; accumulation is in float32 across 128-blocks either way.
 
     Returns:
-        (M, N); rows at or past offs[-1] are undefined, as in torch.
+        (M, N); rows at or past offs[-1] are undefined, as in torch. With (M, T): (G, M, N).
 
     Raises:
         ValueError: anything else, with what is allowed.
     """
     refuse_gradients(mat_a=mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias)
-    _require_recipe("scale_recipe_a", scale_recipe_a, "BlockWise1x128")
-    _require_recipe("scale_recipe_b", scale_recipe_b, "BlockWise128x128")
-    for name, swizzle in (("swizzle_a", swizzle_a), ("swizzle_b", swizzle_b)):
-        if any(getattr(one, "name", str(one)) != "NO_SWIZZLE" for one in _listed(swizzle)):
-            raise ValueError(f"{name} is {swizzle}; 1x128 and 128x128 scales are not swizzled: leave it None")
     if bias is not None:
         raise ValueError("bias must be None: torch's grouped call has no bias either")
-    if len(contraction_dim) != 0:
-        raise ValueError(f"contraction_dim is {contraction_dim}; only the default, empty, is supported")
+    if tuple(contraction_dim) not in ((), (-1, -2)):
+        raise ValueError(f"contraction_dim is {contraction_dim}; only the default, empty, and (-1, -2) are supported")
     if offs is None:
         raise ValueError("offs is None; pass the (G,) int32 cumulative end rows")
-    if mat_b.dim() != 3 or mat_b.stride(-2) != 1:
-        raise ValueError(
-            f"mat_b must be (G, K, N) and column-major (weights.transpose(-2, -1) of a contiguous (G, N, K)), "
-            f"got shape {tuple(mat_b.shape)} with strides {mat_b.stride()}"
-        )
-    b = mat_b.transpose(-2, -1)
-    scale_of_a = _only("scale_a", scale_a)
-    if scale_of_a.dim() == 2 and not scale_of_a.is_contiguous():
-        scale_of_a = to_mn_major(scale_of_a)  # torch's (1, M) strides are MN-major only where M is a multiple of 4
-    a = BlockScaledTensor(mat_a, scale_of_a, FP8_BLOCK)
-    scale_of_b = _scale_of_b(_only("scale_b", scale_b), tuple(b.shape))
-    return grouped_gemm(a, BlockScaledTensor(b, scale_of_b, FP8_BLOCK), offs, out_dtype=output_dtype or torch.bfloat16)
-
-
-def _scale_of_b(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The scales as (G, N blocks, K blocks) contiguous, from torch's (G, K blocks, N blocks) or from just that."""
-    wanted = FP8_BLOCK.scale_shape(shape, "weight")
-    groups, n_blocks, k_blocks = wanted
-    if scale.dim() == 3:
-        if tuple(scale.shape) in ((groups, k_blocks, n_blocks), (groups, -(-k_blocks // 4) * 4, n_blocks)):
-            return scale.transpose(-2, -1)[..., :k_blocks].contiguous()
-        if tuple(scale.shape) == wanted:
-            return scale.contiguous()
-    raise ValueError(
-        f"scale_b has shape {tuple(scale.shape)}; allowed: (G, K blocks, N blocks) = {(groups, k_blocks, n_blocks)}, "
-        f"K blocks rounded up to 4 or not, or {wanted}"
-    )
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _require_recipe(argument: str, recipe: Any, name: str) -> None:
-    names = [getattr(one, "name", str(one)) for one in _listed(recipe)]
-    if names != [name]:
-        raise ValueError(f"{argument} is {recipe}; supported: ScalingType.{name}")
-
-
-def _only(argument: str, scale: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
-    scales = _listed(scale)
-    if len(scales) != 1 or not isinstance(scales[0], torch.Tensor):
-        raise ValueError(f"{argument} must be one tensor, or a list of one, got {type(scale).__name__}")
-    return scales[0]
+    dtype = output_dtype or torch.bfloat16
+    if mat_a.dim() == mat_b.dim() == 2:
+        scales, recipes = (scale_a, scale_b), (scale_recipe_a, scale_recipe_b)
+        dy, x = columns((mat_a, mat_b), scales, recipes, (swizzle_a, swizzle_b), offs)
+        return grouped_gemm_wgrad(dy, x, out_dtype=dtype)
+    b = weights(mat_b, scale_b, scale_recipe_b, swizzle_b)
+    a = activations(mat_a, scale_a, scale_recipe_a, swizzle_a, offs)
+    return grouped_gemm(a, b, offs, out_dtype=dtype)
