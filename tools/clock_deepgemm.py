@@ -1,11 +1,12 @@
 """Times DeepGEMM's Hopper kernel by the clock, as a kernel that nobody here wrote, beside its times on an H200.
 
-    python tools/clock_deepgemm.py [--sources FOLDER] [--write]
+    python tools/clock_deepgemm.py [--sources FOLDER] [--write] [--launch-files FOLDER]
 
 FOLDER is a tree of DeepGEMM 2.6.1 with third-party/cutlass, by default .peers/DeepGEMM; nvcc compiles its FP8 kernel
 with the template arguments of its own host code. The kernel's product is checked in the emulator, short runs are timed,
 and calls on padded groups and of one product are predicted with the rates as they are. Without the sources or nvcc it
-says so and ends. --write puts the tables into docs/timing.md and the record beside it.
+says so and ends. --write puts the tables into docs/timing.md and the record beside it. --launch-files leaves PTX and a
+launch file of each configuration instead, for ``padless emulate --time``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from clock_b200 import Error
 from clock_h200 import MEASURED
 from clock_page import ROOT, Tables, model_digest, write_block
-from deepgemm_kernel import BLOCK_K, HALF, PADDING, SORTS, Config, Kernel, ceil_div, select_config
+from deepgemm_kernel import BLOCK_K, HALF, PADDING, SHORT, SORTS, Config, Kernel, ceil_div, select_config
 from padless.emulator.timing import H200, Chip
 from padless.emulator.timing.chip import Call, TileTimes, call_time
 
@@ -195,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, default=SOURCES)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--launch-files", type=Path, metavar="FOLDER")
     arguments = parser.parse_args()
     nvcc = shutil.which("nvcc")
     if not (arguments.sources / "third-party" / "cutlass" / "include").is_dir() or nvcc is None:
@@ -202,6 +204,14 @@ def main() -> None:
             f"DeepGEMM 2.6.1 with third-party/cutlass in {arguments.sources} (--sources FOLDER)" if nvcc else "nvcc"
         )
         print(f"not examined: this needs {wanted}")
+        return
+    if arguments.launch_files is not None:
+        for config in {point.config for points in SETS.values() for point in points()}:
+            kernel = Kernel(arguments.sources.resolve(), nvcc, config)
+            folder = arguments.launch_files / config.name.replace(" ", "")
+            problem, code = kernel.prepared([256], config.block_n * config.cluster_n, SHORT)
+            problem.leave(folder, code, config)
+            print(f"padless emulate {folder / 'kernel.ptx'} --launch {folder / 'launch.toml'} --time")
         return
     say = Tables()
     record = examine(arguments.sources.resolve(), nvcc, say)

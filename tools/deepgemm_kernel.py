@@ -177,6 +177,26 @@ class Problem:
         shared = config.shared_bytes(self.k)
         return emulator.launch(entry, cluster, 384, arguments, cluster=cluster, shared_bytes=shared)
 
+    def leave(self, folder: Path, code: tuple[str, str], config: Config) -> None:
+        """The same launch as files for ``padless emulate``: kernel.ptx, launch.toml and the buffers."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernel.ptx").write_text(code[0])
+        cluster = config.cluster_m * config.cluster_n
+        maps = (("a", BLOCK_K, config.block_m), ("b", BLOCK_K, config.block_n), ("d", 64, config.block_m))
+        boxes = [f'buffer = "{name}", box = [{columns}, {rows}], swizzle = "128B"' for name, columns, rows in maps]
+        boxes[2] += ', dtype = "bfloat16"'
+        boxes.append(f'buffer = "sfa", box = [{config.block_m}, 1]')
+        arguments = ['"sfb"', '"index"' if config.grouped else "0", *map(str, (self.m, self.n, self.k))]
+        arguments += [f"{{ tensor_map = {{ {box} }} }}" for box in boxes]
+        lines = [
+            f"grid = [{cluster}, 1, 1]", "block = 384", f"cluster = [{cluster}, 1, 1]",
+            f"shared_bytes = {config.shared_bytes(self.k)}", f"args = [{', '.join(arguments)}]",
+        ]  # fmt: skip
+        for name in ("a", "b", "sfa", "sfb", "d", "index"):
+            np.save(folder / f"{name}.npy", getattr(self, name))
+            lines += [f"[buffers.{name}]", f'load = "{name}.npy"']
+        (folder / "launch.toml").write_text("\n".join(lines) + "\n")
+
     def row_errors(self) -> np.ndarray[Any, Any]:
         """Of the output, each row's error over its reference in float64, as lengths; rows of padding, which are zeros
         beside zeros, count 0."""
@@ -200,14 +220,19 @@ class Kernel:
         self.sources, self.nvcc, self.config = sources, nvcc, config
         self.codes: dict[tuple[int, int, int], tuple[str, str]] = {}
 
-    def run(self, sizes: Sequence[int], n: int, k_blocks: int, **options: Any) -> tuple[Problem, LaunchResult]:
-        """One cluster's run."""
+    def prepared(self, sizes: Sequence[int], n: int, k_blocks: int) -> tuple[Problem, tuple[str, str]]:
+        """A problem for one cluster, and the code for it."""
         problem = Problem(sizes, n, k_blocks * BLOCK_K)
         key = n, problem.k, len(sizes)
         if key not in self.codes:
             cluster = self.config.cluster_m * self.config.cluster_n
             self.codes[key] = compiled(self.sources, self.nvcc, self.config, n, problem.k, len(sizes), cluster)
-        return problem, problem.launch(self.codes[key], self.config, **options)
+        return problem, self.codes[key]
+
+    def run(self, sizes: Sequence[int], n: int, k_blocks: int, **options: Any) -> tuple[Problem, LaunchResult]:
+        """One cluster's run."""
+        problem, code = self.prepared(sizes, n, k_blocks)
+        return problem, problem.launch(code, self.config, **options)
 
     def check(self) -> dict[str, Any]:
         """The product, and what the emulator has to say."""

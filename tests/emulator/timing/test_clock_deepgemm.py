@@ -17,6 +17,7 @@ import deepgemm_kernel
 from clock_b200 import Error
 from clock_page import model_digest, read_block
 from deepgemm_kernel import FULL, SORTS, Config, Problem, ceil_div, select_config
+from padless.emulator.launch_file import make_argument, make_buffer, read_description
 from padless.emulator.timing import H200
 from padless.emulator.timing.chip import TileTimes
 
@@ -157,6 +158,21 @@ def test_choice_of_tiles() -> None:
         assert config.shared_bytes(8192) <= deepgemm_kernel.SHARED_BYTES
         assert replace(config, stages=config.stages + 1).shared_bytes(8192) > deepgemm_kernel.SHARED_BYTES
     assert ceil_div(129, 128) == 2
+
+
+def test_launch_files_are_read(tmp_path: Path) -> None:
+    """By what reads them for `padless emulate`: buffers, scalars and the 128 bytes of each tensor map."""
+    problem = Problem([60, 129], 384, 256)
+    problem.leave(tmp_path, ("// the kernel's PTX", "kernel"), GROUPED)
+    found = read_description(tmp_path / "launch.toml")
+    arrays = {name: make_buffer(name, spec, tmp_path) for name, spec in found["buffers"].items()}
+    assert all(np.array_equal(array, getattr(problem, name)) for name, array in arrays.items())
+    places = {name: 4096 * (i + 1) for i, name in enumerate(arrays)}
+    made = [make_argument(argument, places, arrays) for argument in found["args"]]
+    assert made[:5] == [places["sfb"], places["index"], 384, 384, 256]
+    assert [len(a) for a in made[5:]] == [128] * 4
+    assert found["shared_bytes"] == GROUPED.shared_bytes(256)
+    assert found["cluster"] == found["grid"] == [2, 1, 1]
 
 
 def test_without_sources_it_says_so(
