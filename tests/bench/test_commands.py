@@ -94,6 +94,7 @@ def test_every_case_has_its_module_and_command_line() -> None:
         assert all(callable(getattr(module, part)) for part in ("grid", measure, "tables"))
         assert hasattr(module, "draw") == bool(case.figure)
         assert not case.needs or callable(getattr(module, case.needs))
+        assert isinstance(module.session_facts() if hasattr(module, "session_facts") else {}, dict)
         assert set(case.options) <= set(inspect.signature(commands.bench).parameters)
         assert getattr(bench, f"run_{name}").func
     with pytest.raises(AttributeError, match="has no attribute 'run_weather'"):

@@ -30,7 +30,7 @@ def problem() -> GroupedProblem:
 
 
 def test_the_records_tiles_are_the_cost_models() -> None:
-    named = {name: Tile(**fields) for name, fields in tiles.facts()["tiles"].items()}
+    named = {name: Tile(**fields) for name, fields in tiles.session_facts()["tiles"].items()}
     assert list(named.values()) == list(BUILT_IN[tiles.KERNEL].costs)
 
 
@@ -95,7 +95,7 @@ def test_a_run_from_the_grid_to_the_report(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(session_module, "make_grouped", lambda point, sizes, seed, _: made(point, sizes, seed, "cpu"))
     points = [Point(70, 256, 128, 3), Point(33, 136, 144, 2)]
     first = run_tiles(points[:1], tmp_path, settings)
-    assert opened == [("tiles", tmp_path, [], settings, (), tiles.facts())]
+    assert opened == [("tiles", tmp_path, [], settings, (), tiles.session_facts())]
     assert [record["point"] for record in first.records] == [vars(points[0])]
     result = run_tiles(points, tmp_path, settings)
     assert (result.failures, result.figure, result.file) == ([], None, file.path)

@@ -8,7 +8,7 @@ nothing, so that the command line can name them all at once. Such a module has
     start(session)                     in its place where a run makes something once: the function that measures a point
     tables(records, sessions, width)   tables of records, and sentences between them, for a terminal of so many columns
     draw(records, path)                where its Case has a figure: the picture's Path, None where nothing can be drawn
-    facts()                            where it has some: further fields of a run's session record
+    session_facts()                    where it has some: further fields of a run's session record
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def run_case(
     if case.needs:
         getattr(module, case.needs)()
     ahead = wanted if case.compiles else ()
-    facts = module.facts() if hasattr(module, "facts") else {}
+    facts = module.session_facts() if hasattr(module, "session_facts") else {}
     session = open_session(name, out_dir, chosen, settings, ahead, facts)
     measure = module.start(session) if hasattr(module, "start") else partial(module.measure_at, session)
     records = run_points(session, name, wanted, measure)

@@ -41,7 +41,7 @@ def tiles() -> dict[str, Tile]:
     return {f"{tile.block_m} x {tile.block_n}": tile for tile in BUILT_IN[KERNEL].costs}
 
 
-def facts() -> Record:
+def session_facts() -> Record:
     """The tiles' configurations, for the session record."""
     return {"tiles": {name: asdict(tile) for name, tile in tiles().items()}}
 
