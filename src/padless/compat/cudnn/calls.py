@@ -17,6 +17,7 @@ from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.ops.epilogue_run import compute, with_outputs
+from padless.runtime.choices import OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
 
 
 def grouped_gemm_quant(
@@ -40,13 +41,13 @@ def grouped_gemm_quant(
     d_format: BlockScaledFormat | None = None,
     row_output: bool = True,
     column_output: bool | None = None,
-    row_layout: str | None = None,
-    column_layout: str | None = None,
-    scale_rule: str | None = None,
+    row_layout: OutputLayout | None = None,
+    column_layout: ScaleLayout | None = None,
+    scale_rule: ScaleRule | None = None,
     global_scale_tensor: torch.Tensor | None = None,
     return_amax: bool | None = None,
     generate_amax: bool = True,
-    semantics: str = "implementation",
+    semantics: Semantics = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
@@ -108,7 +109,7 @@ def grouped_gemm_quant(
 
 def grouped_gemm_swiglu_quant(
     *,
-    gate_up: str,
+    gate_up: SwigluGateUp,
     a_tensor: torch.Tensor | BlockScaledTensor,
     b_tensor: torch.Tensor | BlockScaledTensor,
     sfa_tensor: torch.Tensor | None = None,
@@ -128,13 +129,13 @@ def grouped_gemm_swiglu_quant(
     d_format: BlockScaledFormat | None = None,
     row_output: bool = True,
     column_output: bool | None = None,
-    row_layout: str | None = None,
-    column_layout: str | None = None,
-    scale_rule: str | None = None,
+    row_layout: OutputLayout | None = None,
+    column_layout: ScaleLayout | None = None,
+    scale_rule: ScaleRule | None = None,
     global_scale_tensor: torch.Tensor | None = None,
     return_amax: bool | None = None,
     generate_amax: bool = True,
-    semantics: str = "implementation",
+    semantics: Semantics = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
