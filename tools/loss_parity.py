@@ -85,7 +85,7 @@ def blocks_of_gradients() -> Iterator[None]:
             rows = quantize_rows(in_squares(lift(x).index_select(0, options["tokens"])))
         return rows, columns
 
-    def activation_by_blocks(dh: Any, z: Any, offs: Any, prob: Any, gate_up: str, block: Any) -> Any:
+    def activation_by_blocks(dh: Any, z: Any, offs: Any, prob: Any, gate_up: Any, block: Any) -> Any:
         dz, _, _ = experts_function.call("swiglu_backward", dh, z, offs, prob, gate_up)
         found = right_activation(dh, z, offs, prob, gate_up, block)
         return replace(found, dz_rows=quantize_rows(in_squares(dz)))

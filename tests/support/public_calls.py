@@ -90,6 +90,14 @@ def nvfp4_outputs() -> dict[str, Any]:
     return {**operands, **numbers(), "d_format": NVFP4, "global_scale_tensor": torch.tensor([0.01])}
 
 
+def into_row(function: Any, **given: Any) -> dict[str, Any]:
+    """The call with an output like the one that it makes, whose scales lie plain."""
+    given = {**nvfp4_outputs(), **given, "row_layout": "plain"}
+    row = function(**given).row
+    row.data.untyped_storage().fill_(0)
+    return {**given, "out": row, "global_scale_tensor": None}
+
+
 def cudnn_operands() -> dict[str, Any]:
     a = activation(MXFP8, scale_layout="blocked")
     b = padless.quantize(normal(GROUPS, N, K), MXFP8, kind="weight", scale_layout="blocked")
@@ -182,6 +190,12 @@ PUBLIC: dict[str, Call] = {
     ),
     "grouped_gemm_list": Call(padless.grouped_gemm_list, product_of_list),
     "grouped_gemm_quant": Call(padless.grouped_gemm_quant, nvfp4_outputs),
+    "grouped_gemm_quant into a given output": Call(
+        padless.grouped_gemm_quant, lambda: into_row(padless.grouped_gemm_quant)
+    ),
+    "grouped_gemm_swiglu_quant into a given output": Call(
+        padless.grouped_gemm_swiglu_quant, lambda: into_row(padless.grouped_gemm_swiglu_quant, gate_up="concatenated")
+    ),
     "grouped_gemm_quant of cuDNN's tensors": Call(padless.grouped_gemm_quant, cudnn_outputs),
     "grouped_gemm_swiglu_quant": Call(
         padless.grouped_gemm_swiglu_quant, lambda: {**nvfp4_outputs(), "gate_up": "concatenated"}

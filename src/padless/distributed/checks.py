@@ -11,6 +11,7 @@ from padless.distributed.settings import Settings
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K, check_matrix
 from padless.ops.checks import describe
+from padless.runtime.choices import ScaleMajor
 
 HIDDEN_MULTIPLE = 32  # so that codes of every format are whole 16-byte words
 
@@ -21,10 +22,10 @@ def check_settings(
     top_k: int,
     max_tokens: int,
     fmt: object,
-    scale_major: str | None,
+    scale_major: ScaleMajor | None,
     timeout: float,
     programs: int | None,
-) -> str:
+) -> ScaleMajor:
     """The scale_major to use. Raises ValueError."""
     if not 1 <= num_experts <= MAX_EXPERTS:
         raise ValueError(f"num_experts is {num_experts}; it must be from 1 to {MAX_EXPERTS}")

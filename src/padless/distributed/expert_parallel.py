@@ -17,6 +17,7 @@ from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
 from padless.distributed.settings import Settings, compare_across_ranks
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.runtime.choices import ScaleMajor, ScaleRule
 
 
 class ExpertParallel:
@@ -69,8 +70,8 @@ class ExpertParallel:
         capacity: int | str | None = None,
         *,
         expert_map: Sequence[int] | None = None,
-        scale_major: str | None = None,
-        scale_rule: str | None = None,
+        scale_major: ScaleMajor | None = None,
+        scale_rule: ScaleRule | None = None,
         device: torch.device | str | None = None,
         timeout: float = 100.0,
         programs: int | None = None,

@@ -9,6 +9,7 @@ import torch
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, ceil_div, round_up
 from padless.layouts import to_mn_major
 from padless.quantization.quantize import dequantize, quantize
+from padless.runtime.choices import ScaleMajor, ScaleRule
 
 PLAIN = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16
@@ -25,8 +26,8 @@ class RowFormat:
 
     format: BlockScaledFormat | torch.dtype
     hidden: int
-    scale_major: str = "mn"
-    scale_rule: str | None = None
+    scale_major: ScaleMajor = "mn"
+    scale_rule: ScaleRule | None = None
     lift: float = 1.0
 
     @property
@@ -62,7 +63,7 @@ class RowFormat:
         """(codes (T, code_bytes), scales (T, scale bytes)) of tokens x (T, H), as bytes."""
         if isinstance(self.format, torch.dtype):
             return as_bytes(x.to(self.format)), x.new_empty((x.shape[0], 0), dtype=torch.uint8)
-        major = "k" if self.format == FP8_BLOCK else None
+        major: ScaleMajor | None = "k" if self.format == FP8_BLOCK else None
         x = x if self.lift == 1 else x * self.lift
         t = quantize(x, self.format, scale_major=major, scale_rule=self.scale_rule, global_scale=global_scale)
         return as_bytes(t.data), as_bytes(t.scale if self.lift == 1 else t.scale * (1 / self.lift))

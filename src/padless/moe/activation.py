@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from padless.runtime.choices import ActivationKind, GateUp
+
 KINDS = ("swiglu", "geglu", "relu2", "gelu", "silu")
 GATED = ("swiglu", "geglu")
 GATE_UP = ("concatenated", "interleaved", "alternating")
@@ -40,8 +42,8 @@ class Activation:
     Raises ValueError for what does not go together.
     """
 
-    kind: str = "swiglu"
-    gate_up: str = "concatenated"
+    kind: ActivationKind = "swiglu"
+    gate_up: GateUp = "concatenated"
     alpha: float = 1.0
     limit: float | None = None
     up_offset: float = 0.0

@@ -21,6 +21,7 @@ from padless.moe.gather import gather_quantize, route_quantize
 from padless.moe.slots import rows_to_slots, slots_to_rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
+from padless.runtime.choices import SwigluGateUp
 from padless.runtime.operators import register_autograd
 
 
@@ -63,7 +64,7 @@ def _fake(
 def _moe_backward(
     dout: torch.Tensor, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
     w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor,
-    gate_up: str, backend: str | None, needs_x: bool,
+    gate_up: SwigluGateUp, backend: str | None, needs_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dx, or nothing without needs_x; dweights)."""
     if top_k_index.shape[0] == 0:
@@ -89,7 +90,7 @@ def gradients_of_experts(
     offs: torch.Tensor,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
-    gate_up: str,
+    gate_up: SwigluGateUp,
     backend: str | None,
 ) -> SwigluGradients:
     """Gradients of what the first product gives and of the rows' weights prob (M,): of rows (M, H), which are

@@ -13,6 +13,7 @@ from padless.moe.combining import combine
 from padless.moe.routing import Routing, check_ids
 from padless.ops.checks import describe
 from padless.quantization.quantize import SCALE_RULES
+from padless.runtime.choices import ScaleLayout, ScaleRule
 
 LAYOUTS = ("plain", "blocked")
 
@@ -22,8 +23,8 @@ def gather_quantize(
     inverse: torch.Tensor,
     format: BlockScaledFormat,
     *,
-    scale_rule: str | None = None,
-    scale_layout: str = "plain",
+    scale_rule: ScaleRule | None = None,
+    scale_layout: ScaleLayout = "plain",
     global_scale: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
 ) -> BlockScaledTensor:
@@ -39,11 +40,11 @@ def gather_quantize(
     """
     check_inverse(inverse, None, None)
     check_matrix("x", x, inverse.shape[0], None, inverse.device)
-    scale_rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
+    rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
     wanted = (inverse.numel(),), torch.int32, inverse.device
     if tokens is not None and (tuple(tokens.shape), tokens.dtype, tokens.device) != wanted:
         raise ValueError(f"tokens must be ({inverse.numel()},) int32 of the same route, got {describe(tokens)}")
-    data, scale = ops.call("gather_quantize", x, inverse, format.name, scale_rule, scale_layout, global_scale, tokens)
+    data, scale = ops.call("gather_quantize", x, inverse, format.name, rule, scale_layout, global_scale, tokens)
     return BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
 
 
@@ -53,16 +54,16 @@ def route_quantize(
     num_experts: int,
     format: BlockScaledFormat,
     *,
-    scale_rule: str | None = None,
-    scale_layout: str = "plain",
+    scale_rule: ScaleRule | None = None,
+    scale_layout: ScaleLayout = "plain",
     global_scale: torch.Tensor | None = None,
 ) -> tuple[Routing, BlockScaledTensor]:
     """(route(top_k_index, num_experts), gather_quantize of it): one launch up to 1024 slots. Raises ValueError."""
     check_ids(top_k_index, num_experts)
     check_matrix("x", x, top_k_index.shape[0], None, top_k_index.device)
-    scale_rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
+    rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
     offs, tokens, inverse, data, scale = ops.call(
-        "route_quantize", x, top_k_index, num_experts, format.name, scale_rule, scale_layout, global_scale
+        "route_quantize", x, top_k_index, num_experts, format.name, rule, scale_layout, global_scale
     )
     t = BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
     return Routing(offs, tokens, inverse), t

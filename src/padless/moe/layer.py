@@ -24,6 +24,7 @@ from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import INPUT_DTYPES, quantize
+from padless.runtime.choices import ActivationKind, GateUp
 
 if TYPE_CHECKING:
     from padless.distributed.expert_parallel import ExpertParallel
@@ -46,8 +47,8 @@ def moe(
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     *,
-    activation: str = "swiglu",
-    gate_up: str = "concatenated",
+    activation: ActivationKind = "swiglu",
+    gate_up: GateUp = "concatenated",
     alpha: float = 1.0,
     limit: float | None = None,
     up_offset: float = 0.0,
@@ -155,7 +156,7 @@ def _moe(
     w2: torch.Tensor, w2_scale: torch.Tensor, w2_global: torch.Tensor | None, w2_format: str, w2_layout: str,
     bias13: torch.Tensor | None, bias2: torch.Tensor | None, shared: torch.Tensor | None,
     global_scale1: torch.Tensor | None, global_scale2: torch.Tensor | None, activations: str,
-    activation: str, gate_up: str, alpha: float, limit: float | None, up_offset: float,
+    activation: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
     out_dtype: torch.dtype, backend: str | None,
 ) -> torch.Tensor:  # fmt: skip
     first = Projection(ops.unpacked(w13, w13_scale, w13_global, w13_format, w13_layout), bias13, backend)

@@ -16,6 +16,7 @@ from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTe
 from padless.moe import twins
 from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
+from padless.runtime.choices import ActivationKind, GateUp
 from padless.runtime.operators import register_operator
 
 BY_NAME = {format.name: format for format in FORMATS}
@@ -111,8 +112,8 @@ def _quantized(
 def _quantized_by_twin(
     x: torch.Tensor,
     format: BlockScaledFormat,
-    scale_rule: str,
-    scale_layout: str,
+    scale_rule: Any,
+    scale_layout: Any,
     global_scale: torch.Tensor | None,
     offs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +223,7 @@ def _factors(global_scale: torch.Tensor | None, scale_rule: str) -> torch.Tensor
 
 
 def _activate_quantize_fake(
-    x: torch.Tensor, kind: str, gate_up: str, alpha: float, limit: float | None, up_offset: float,
+    x: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
     format: str, scale_rule: str, scale_layout: str, global_scale: Any, offs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     K = Activation(kind, gate_up, alpha, limit, up_offset).out_columns(x.shape[1])
@@ -236,7 +237,7 @@ def _activate_quantize_fake(
     _activate_quantize_fake,
 )
 def _activate_quantize(
-    x: torch.Tensor, kind: str, gate_up: str, alpha: float, limit: float | None, up_offset: float,
+    x: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
     format: str, scale_rule: str, scale_layout: str, global_scale: torch.Tensor | None, offs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     activation = Activation(kind, gate_up, alpha, limit, up_offset)

@@ -14,6 +14,7 @@ from padless.nn.experts_function import Plan, apply_experts, check_gate_up, chec
 from padless.nn.linear import QuantizedModule
 from padless.nn.recipe import Recipe
 from padless.nn.weight_gradient import DelayedWgrad
+from padless.runtime.choices import Score, SwigluGateUp
 
 SCORES = ("softmax", "sigmoid")
 
@@ -49,7 +50,7 @@ class Experts(QuantizedModule):
         num_experts: int,
         *,
         recipe: Recipe | str = "fp8",
-        gate_up: str = "concatenated",
+        gate_up: SwigluGateUp = "concatenated",
         delayed_wgrad: DelayedWgrad | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -178,10 +179,10 @@ class MoE(nn.Module):
         top_k: int,
         *,
         shared_intermediate: int | None = None,
-        score: str = "softmax",
+        score: Score = "softmax",
         normalize: bool = True,
         recipe: Recipe | str = "fp8",
-        gate_up: str = "concatenated",
+        gate_up: SwigluGateUp = "concatenated",
         delayed_wgrad: DelayedWgrad | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,

@@ -42,6 +42,7 @@ from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.quantization.swiglu_backward import GATE_UP
+from padless.runtime.choices import SwigluGateUp
 
 _FUSED_MULTIPLE = 128  # of 2 I: columns of a tile of the epilogue
 _COMPACT_ALIGNMENT = 32  # tokens: the least slack between groups, where little is to be kept
@@ -56,7 +57,7 @@ def experts(
     recipe: Recipe | str = "fp8",
     *,
     shared: torch.Tensor | None = None,
-    gate_up: str = "concatenated",
+    gate_up: SwigluGateUp = "concatenated",
     operands13: WeightOperands | None = None,
     operands2: WeightOperands | None = None,
     delayed_wgrad: DelayedWgrad | None = None,
@@ -130,7 +131,7 @@ class Plan:
     """
 
     recipe: Recipe
-    gate_up: str
+    gate_up: SwigluGateUp
     delayed_wgrad: DelayedWgrad | None
     ep: ExpertParallel | None = None
 

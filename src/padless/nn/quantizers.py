@@ -14,6 +14,7 @@ from padless.quantization import rows_columns, swiglu_backward, weight_both
 from padless.quantization.rows_columns import chosen_alignment, quantize_rows_columns
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.quantization.weight_both import quantize_weight_both
+from padless.runtime.choices import SwigluGateUp
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -56,7 +57,12 @@ def rows_and_columns(
 
 
 def activation_gradients(
-    dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor, gate_up: str, block: tuple[int, int]
+    dh: torch.Tensor,
+    z: torch.Tensor,
+    offs: torch.Tensor,
+    prob: torch.Tensor,
+    gate_up: SwigluGateUp,
+    block: tuple[int, int],
 ) -> SwigluGradients:
     """SwiGLU's gradients for dh (M, I) and z (M, 2 I), and H, all quantized."""
     if is_traced(dh):

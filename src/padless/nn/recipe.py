@@ -8,6 +8,7 @@ from typing import TypeGuard
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat
+from padless.runtime.choices import Saved, WgradMode
 
 Format = BlockScaledFormat | torch.dtype
 ALONG_FEATURES: tuple[Format, ...] = (FP8_BLOCK, MXFP8, NVFP4, torch.bfloat16)
@@ -44,8 +45,8 @@ class Recipe:
     forward: Format = FP8_BLOCK
     dgrad: Format = FP8_BLOCK
     wgrad: Format = FP8_BLOCK
-    wgrad_mode: str = "1d2d"
-    save: str = "bf16"
+    wgrad_mode: WgradMode = "1d2d"
+    save: Saved = "bf16"
 
     def __post_init__(self) -> None:
         for name, allowed in FORMATS.items():

@@ -28,6 +28,7 @@ from padless.formats import (
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.row_groups import is_integers
+from padless.runtime.choices import Kind, ScaleLayout, ScaleMajor, ScaleRule
 from padless.runtime.devices import on_device_of
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,10 +48,10 @@ def quantize(
     x: torch.Tensor,
     format: BlockScaledFormat,
     *,
-    kind: str = "activation",
-    scale_major: str | None = None,
-    scale_rule: str | None = None,
-    scale_layout: str = "plain",
+    kind: Kind = "activation",
+    scale_major: ScaleMajor | None = None,
+    scale_rule: ScaleRule | None = None,
+    scale_layout: ScaleLayout = "plain",
     global_scale: torch.Tensor | float | None = None,
     offs: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
@@ -79,8 +80,8 @@ def quantize(
     """
     refuse_gradients(x=x, global_scale=global_scale)
     _check_x(x, format, kind)
-    scale_major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
-    scale_rule = _check_scale_rule(format, scale_rule)
+    major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
+    rule = _check_scale_rule(format, scale_rule)
     on_gpu = x.is_cuda and has_triton()
     if rows is not None:
         _check_rows(rows, x, format, kind, global_scale)
@@ -89,16 +90,16 @@ def quantize(
             x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with on_device_of(x):
         if format == FP8_BLOCK:
-            return _quantize_fp8_block(x, kind, scale_major, rows, on_gpu)
+            return _quantize_fp8_block(x, kind, major, rows, on_gpu)
         decode, factors = None, None
         if format == NVFP4:
-            decode, factors = _nvfp4_global(x, scale_rule, global_scale, offs, on_gpu)
+            decode, factors = _nvfp4_global(x, rule, global_scale, offs, on_gpu)
         if on_gpu:
             from padless.quantization.triton import row_blocks as quantize_triton_rows
 
-            data, scale = quantize_triton_rows.row_blocks(x, format, scale_rule, scale_layout, offs, factors, rows)
+            data, scale = quantize_triton_rows.row_blocks(x, format, rule, scale_layout, offs, factors, rows)
         else:
-            data, scale = _row_blocks_torch(x, format, scale_rule, scale_layout, offs, factors)
+            data, scale = _row_blocks_torch(x, format, rule, scale_layout, offs, factors)
         return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
 
 

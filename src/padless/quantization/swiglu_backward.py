@@ -20,6 +20,7 @@ from padless.quantization.rows_columns import (
     chosen_alignment,
     fake_columns,
 )
+from padless.runtime.choices import SwigluGateUp
 from padless.runtime.devices import hopper_driver, on_device_of
 from padless.runtime.operators import register_operator
 
@@ -48,7 +49,7 @@ def swiglu_backward_quantize(
     offs: torch.Tensor,
     prob: torch.Tensor | None = None,
     *,
-    gate_up: str,
+    gate_up: SwigluGateUp,
     hidden_block: tuple[int, int] = (1, 128),
     alignment: int | None = None,
 ) -> SwigluGradients:

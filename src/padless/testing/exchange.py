@@ -9,6 +9,7 @@ import torch
 
 import padless
 from padless.formats import BlockScaledFormat
+from padless.runtime.choices import ScaleMajor
 
 
 @dataclass
@@ -75,7 +76,7 @@ def rows_of(
     rank: int,
     fmt: BlockScaledFormat | torch.dtype,
     *,
-    scale_major: str | None = None,
+    scale_major: ScaleMajor | None = None,
     global_scale: torch.Tensor | None = None,
 ) -> padless.BlockScaledTensor | torch.Tensor:
     """The rows of a rank, from all tokens in one process."""

@@ -14,6 +14,7 @@ import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups, to_mn_major
+from padless.runtime.choices import Kind
 
 BF16 = "BF16"  # plain bfloat16 activations, as in padless.kernels.table
 Activation = BlockScaledTensor | torch.Tensor
@@ -85,7 +86,7 @@ def _stacked(experts: list[BlockScaledTensor]) -> BlockScaledTensor:
     )
 
 
-def quantized(values: torch.Tensor, format: str, kind: str, **options: Any) -> Any:
+def quantized(values: torch.Tensor, format: str, kind: Kind, **options: Any) -> Any:
     """Values in a format by its name, "BF16" for plain bfloat16 activations. kind: "activation" or "weight"."""
     from padless.quantization.quantize import quantize
 

@@ -18,6 +18,7 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.row_groups import clamped_ends
+from padless.runtime.choices import Kind, ScaleMajor
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import float64_rows, row_errors
 from padless.testing.operands import mn_major_in_nan, moved
@@ -266,14 +267,15 @@ def check_dense() -> str:
 def check_quantizers_agree() -> str:
     """The GPU's quantisers give torch's bits, tails and outliers included."""
     count = 0
-    for kind, shape, major in (
+    cases: tuple[tuple[Kind, tuple[int, ...], ScaleMajor], ...] = (
         ("activation", (1, 16), "mn"),
         ("activation", (777, 1040), "mn"),
         ("activation", (777, 1040), "k"),
         ("activation", (129, 4112), "mn"),
         ("weight", (3, 200, 1040), "mn"),
         ("weight", (136, 144), "mn"),
-    ):
+    )
+    for kind, shape, major in cases:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             x = (torch.randn(shape) * torch.exp2(torch.randint(-6, 7, shape).float())).to(dtype)
             on_cpu = quantize(x, FP8_BLOCK, kind=kind, scale_major=major)

@@ -28,6 +28,7 @@ from padless.moe import (
 )
 from padless.moe.layer import Projection, fuses
 from padless.quantization.quantize import dequantize, quantize
+from padless.runtime.choices import ScaleLayout
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import POISON
 from padless.verify.emulator.kernels import backend_of
@@ -123,7 +124,8 @@ def check_gathers() -> str:
         for format, dtype in zip(FORMATS, (*DTYPES, *DTYPES), strict=False):
             x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
             x[tokens // 2, 3] = float("nan")
-            for layout in ("plain",) if format == FP8_BLOCK else ("plain", "blocked"):
+            layouts: tuple[ScaleLayout, ...] = ("plain",) if format == FP8_BLOCK else ("plain", "blocked")
+            for layout in layouts:
                 scale = _scale_of(format)
                 want = quantize(x[rows.long()], format, scale_layout=layout, global_scale=scale)
                 options: dict[str, Any] = {"scale_layout": layout, "global_scale": _on_gpu(scale)}

@@ -14,6 +14,7 @@ from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_
 from padless.quantization.rows_columns import quantize_rows_columns, rows_columns_torch
 from padless.quantization.swiglu_backward import swiglu_backward_quantize, swiglu_backward_torch
 from padless.quantization.weight_both import quantize_weight_both, weight_both_torch
+from padless.runtime.choices import SwigluGateUp
 
 DEVICE = "cuda"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -38,7 +39,12 @@ _PROBLEMS = (
     _Rows(tuple((37 * g) % 53 for g in range(70)), 7, 2064),
 )
 # Columns of dH for each layout of gate and up: whole blocks, short ones, and blocks that both share.
-_SWIGLU = (("concatenated", 384), ("concatenated", 208), ("interleaved", 384), ("interleaved", 96))
+_SWIGLU: tuple[tuple[SwigluGateUp, int], ...] = (
+    ("concatenated", 384),
+    ("concatenated", 208),
+    ("interleaved", 384),
+    ("interleaved", 96),
+)
 _WEIGHTS = ((3, 200, 1040), (136, 144), (2, 127, 257), (1, 1))
 _BY_CHANCE = ((1, 16), (129, 1040), (300, 272))
 
@@ -131,7 +137,13 @@ def _check_rows_columns(rows: _Rows, dtype: torch.dtype, block: tuple[int, int],
 
 
 def _check_swiglu(
-    rows: _Rows, dtype: torch.dtype, gate_up: str, block: tuple[int, int], alignment: int, with_prob: bool, seed: int
+    rows: _Rows,
+    dtype: torch.dtype,
+    gate_up: SwigluGateUp,
+    block: tuple[int, int],
+    alignment: int,
+    with_prob: bool,
+    seed: int,
 ) -> None:
     m = sum(rows.sizes) + rows.past
     dh, z = _values((m, rows.columns), dtype, seed), _values((m, 2 * rows.columns), dtype, seed + 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from padless.compat.cudnn.given import format_from, into
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP
 from padless.compat.cudnn.outputs import QuantOutputs, pack
@@ -17,6 +18,7 @@ from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.ops.epilogue_run import compute, with_outputs
+from padless.runtime.choices import OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
 
 
 def grouped_gemm_quant(
@@ -40,16 +42,17 @@ def grouped_gemm_quant(
     d_format: BlockScaledFormat | None = None,
     row_output: bool = True,
     column_output: bool | None = None,
-    row_layout: str | None = None,
-    column_layout: str | None = None,
-    scale_rule: str | None = None,
+    row_layout: OutputLayout | None = None,
+    column_layout: ScaleLayout | None = None,
+    scale_rule: ScaleRule | None = None,
     global_scale_tensor: torch.Tensor | None = None,
     return_amax: bool | None = None,
     generate_amax: bool = True,
-    semantics: str = "implementation",
+    semantics: Semantics = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
+    out: BlockScaledTensor | None = None,
     **others: Any,
 ) -> QuantOutputs:
     """alpha, bias and prob on a grouped GEMM, and its result quantised along rows and columns, in one launch.
@@ -93,6 +96,7 @@ def grouped_gemm_quant(
             which, and what is said of other values, is in docs/grouped_gemm_quant.md.
         current_stream: a torch.cuda.Stream, a CUstream or its number; None is torch's current one.
         backend, check_offs, config: as in grouped_gemm. check_offs also holds m_aligned to its word.
+        out: the row output to write into. d_format, row_layout and global_scale_tensor come from it where None.
 
     With a_tensor (M, K) outputs are (M, N), and scales contiguous (1, row tiles, column tiles, 32, 4, 4), as cuDNN's.
 
@@ -108,7 +112,7 @@ def grouped_gemm_quant(
 
 def grouped_gemm_swiglu_quant(
     *,
-    gate_up: str,
+    gate_up: SwigluGateUp,
     a_tensor: torch.Tensor | BlockScaledTensor,
     b_tensor: torch.Tensor | BlockScaledTensor,
     sfa_tensor: torch.Tensor | None = None,
@@ -128,16 +132,17 @@ def grouped_gemm_swiglu_quant(
     d_format: BlockScaledFormat | None = None,
     row_output: bool = True,
     column_output: bool | None = None,
-    row_layout: str | None = None,
-    column_layout: str | None = None,
-    scale_rule: str | None = None,
+    row_layout: OutputLayout | None = None,
+    column_layout: ScaleLayout | None = None,
+    scale_rule: ScaleRule | None = None,
     global_scale_tensor: torch.Tensor | None = None,
     return_amax: bool | None = None,
     generate_amax: bool = True,
-    semantics: str = "implementation",
+    semantics: Semantics = "implementation",
     backend: str | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
+    out: BlockScaledTensor | None = None,
     **others: Any,
 ) -> QuantOutputs:
     """An expert's whole first projection: D = prob * silu(gate) * up, N_out = N / 2, quantised, in one launch.
@@ -160,10 +165,12 @@ def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
     if not given.pop("generate_amax"):
         given["return_amax"] = False
     given["d_dtype"] = given["d_dtype"] or torch.bfloat16
+    out = format_from(given.pop("out"), given)
     request = CudnnRequest(**given)
     resolved = request.resolve()
     o, epilogue = resolved.operands, resolved.epilogue
-    tensors = with_outputs(epilogue, resolved.tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
+    tensors = into(out, epilogue, resolved.tensors, o)
+    tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
     stream = stream_handle(request.current_stream)
     compute(o.a, o.b, o.offs, epilogue, tensors, request.backend, request.config, stream)
     return pack(epilogue, tensors, o)

@@ -16,6 +16,7 @@ from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
+from padless.runtime.choices import Semantics, SwigluGateUp
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,8 +157,8 @@ class GroupedGemmQuant:
         sf_vec_size: int | None = None,
         m_aligned: int = 1,
         discrete_col_sfd: bool = False,
-        gate_up: str | None = None,
-        semantics: str = "implementation",
+        gate_up: SwigluGateUp | None = None,
+        semantics: Semantics = "implementation",
         backend: str | None = None,
         config: KernelChoice | None = None,
         **others: Any,

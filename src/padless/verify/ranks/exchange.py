@@ -56,7 +56,7 @@ def outputs_of(p: Problem, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     return [torch.randn((n, p.tokens[0].shape[1]), generator=generator).to(dtype) for n in sizes]
 
 
-def check_exchange(ranks: Ranks, p: Problem, ep: ExpertParallel, fmt: Any, major: str | None, seed: int) -> None:
+def check_exchange(ranks: Ranks, p: Problem, ep: ExpertParallel, fmt: Any, major: Any, seed: int) -> None:
     """Dispatch and both combines of a problem against the loops, bit for bit."""
     scale = torch.tensor(0.01) if fmt == NVFP4 else None
     rows, plan = ep.dispatch(*ranks.own(p), global_scale=None if scale is None else scale.to(ranks.device))

@@ -100,7 +100,7 @@ def errors_of(problem: TrainProblem, step: Step) -> dict[str, float]:
 
 
 def complaint(step: Step, found: dict[str, float]) -> str:
-    """What is wrong with these errors, or ""."""
+    """Says what is wrong with these errors, or ""."""
     allowed = BF16_TOLERANCE if step.is_bf16 else TOLERANCE
     wrong = [f"{name} {error:.3g}" for name, error in found.items() if not error <= allowed]
     return f"is wrong: relative error of a row: {', '.join(wrong)}; allowed {allowed}" if wrong else ""

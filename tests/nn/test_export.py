@@ -1,0 +1,82 @@
+"""Programs that torch.export makes of modules that quantize and multiply: operators of padless, and the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import padless
+from padless import moe, nn
+from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+
+H, WIDTH, E = 128, 160, 3
+OFFS = padless.group_offsets([5, 0, 9])
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Quantizer(torch.nn.Module):
+    def __init__(self, format: BlockScaledFormat) -> None:
+        super().__init__()
+        self.format = format
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return padless.dequantize(padless.quantize(x, self.format))
+
+
+class Layer(torch.nn.Module):
+    """A layer of quantized weights, which a module keeps as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("w13", (E, 2 * WIDTH, H)), ("w2", (E, H, WIDTH))):
+            w = padless.quantize(normal(*shape), FP8_BLOCK, kind="weight")
+            self.register_buffer(name, w.data)
+            self.register_buffer(f"{name}_scale", w.scale)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        w13, w2 = (BlockScaledTensor(getattr(self, n), getattr(self, f"{n}_scale"), FP8_BLOCK) for n in ("w13", "w2"))
+        return moe.moe(x, ids, weights, w13, w2)
+
+
+def operators_of(program: Any) -> set[str]:
+    return {str(node.target) for node in program.graph.nodes if "padless" in str(node.target)}
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_quantize(format: BlockScaledFormat) -> None:
+    module = Quantizer(format)
+    program = torch.export.export(module, (normal(6, H),), strict=False)
+    other = normal(6, H, seed=1) * 3
+    assert torch.equal(program.module()(other), module(other))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_layer_of_quantized_weights(strict: bool) -> None:
+    module, ids, weights = Layer(), torch.tensor([[0, 2], [2, 0], [2, 2]]), torch.rand(3, 2)
+    program = torch.export.export(module, (normal(3, H), ids, weights), strict=strict)
+    assert operators_of(program) == {"padless.moe.default"}
+    other, others = normal(3, H, seed=1), torch.tensor([[1, 0], [2, 1], [0, 1]])
+    assert torch.equal(program.module()(other, others, weights), module(other, others, weights))
+
+
+def test_grouped_products_that_quantize_their_operands() -> None:
+    """The program reads offs: other groups, and rows of none."""
+    module = nn.GroupedLinear(E, H, WIDTH, dtype=torch.bfloat16)
+    program = torch.export.export(module, (normal(14, H).bfloat16(), OFFS), strict=False)
+    assert "padless.grouped_gemm.default" in operators_of(program)
+    for sizes in ([5, 0, 9], [0, 12, 1]):
+        x, offs = normal(14, H, seed=2).bfloat16(), padless.group_offsets(sizes)
+        assert torch.equal(program.module()(x, offs)[: sum(sizes)], module(x, offs)[: sum(sizes)])
+
+
+def test_a_whole_trainable_layer() -> None:
+    module = nn.MoE(H, WIDTH, E, 2, dtype=torch.bfloat16)
+    program = torch.export.export(module, (normal(6, H).bfloat16(),), strict=False)
+    assert {"padless.route.default", "padless.grouped_gemm.default", "padless.combine.default"} <= operators_of(program)
+    other = normal(6, H, seed=3).bfloat16()
+    assert torch.equal(program.module()(other), module(other))
