@@ -30,9 +30,9 @@ from padless.demo.train.text import SOURCES, TOPICS, help_topics, library_source
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.nn import RECIPES, experts_function
-from padless.nn.lifted import lift
 from padless.nn.quantizers import quantize_rows
 from padless.nn.weight_codes import WeightCodes
+from padless.quantization.lifting import lift
 from padless.quantization.quantize import dequantize, quantize
 from tenants import Tenants
 

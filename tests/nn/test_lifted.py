@@ -10,6 +10,7 @@ import torch
 from padless import NVFP4
 from padless.autograd import grouped_linear
 from padless.nn import experts_function, lifted
+from padless.quantization import lifting
 from support.training_layer import EVERY_RECIPE, Layer, gradients, layer, module
 
 SMALLER = 2.0**-48  # a mean over a batch of 16 million tokens is 2^-24 of each one's
@@ -52,11 +53,11 @@ def test_gradients_of_a_linear_layer_scale_with_the_outputs_gradient(recipe: str
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_lifting_is_exact(dtype: torch.dtype) -> None:
     x = torch.randn(50, 3).to(dtype)
-    assert torch.equal(lifted.lift(x).double(), x.double() * lifted.LIFT)
+    assert torch.equal(lifting.lift(x).double(), x.double() * lifting.LIFT)
 
 
 def test_what_is_lost_without_lifting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module_, name in ((lifted, "LIFT"), (lifted, "LOWER"), (experts_function, "LOWER")):
+    for module_, name in ((lifting, "LIFT"), (lifted, "LOWER"), (experts_function, "LOWER")):
         monkeypatch.setattr(module_, name, 1.0)
     assert unequal("fp8") == ["x", "prob", "w13", "w2"]
     assert unequal("fp8_bf16_wgrad") == ["x", "prob", "w13"]

@@ -157,6 +157,11 @@ def moe_gradients(ranks: Ranks) -> None:
         for name, leaf, wanted in zip(("x", "weights"), mine, want, strict=True):
             assert_bits(leaf.grad, wanted, f"{dtype}, {gate_up}: {name}")
         assert_bits(shared.grad, dout, "shared")
+        small = leaves()
+        its = moe(small[0], ids, small[1], *quantized(weights, here, FP8, ranks), gate_up=gate_up, ep=ep)
+        its.backward(dout * 2.0**-48)
+        for name, leaf, other in zip(("x", "weights"), mine, small, strict=True):
+            assert_bits(other.grad, leaf.grad * 2.0**-48, f"{dtype}, {gate_up}: {name} of a small gradient")
         trained = Experts(HIDDEN, INTERMEDIATE, len(every), recipe="fp8", gate_up=gate_up, ep=ep, device=ranks.device)
         with torch.no_grad():
             for parameter, w in zip(trained.parameters(), weights, strict=True):

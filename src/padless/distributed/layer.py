@@ -20,6 +20,7 @@ from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
 from padless.ops.grouped_gemm import grouped_gemm
+from padless.quantization.lifting import LOWER, lift
 from padless.quantization.quantize import quantize
 
 if TYPE_CHECKING:
@@ -206,11 +207,11 @@ class _MoeOverRanks(torch.autograd.Function):
         *parts, codes, scale = ctx.saved_tensors
         plan, w13 = ExpertPlan(*parts), experts.first
         rows = BlockScaledTensor(codes, scale, FP8_BLOCK)
-        dy = quantize(gradients_of_rows(ep, dout, plan), FP8_BLOCK)
+        dy = quantize(lift(gradients_of_rows(ep, dout, plan)), FP8_BLOCK)
         found = backward.gradients_of_experts(
             rows, dy, plan.prob, plan.offs, w13.weights, experts.second.weights, experts.activation.gate_up, w13.backend
         )
-        turned = backward.transposed(w13.weights.data, w13.weights.scale)
+        turned = backward.transposed(w13.weights.data, w13.weights.scale * LOWER)
         assert found.dprob is not None
         dx_rows = grouped_gemm(found.dz_rows, turned, plan.offs, backend=w13.backend)
         dx, dweights = gradients_of_dispatch(ep, dx_rows.to(ep.settings.partial), found.dprob, plan)

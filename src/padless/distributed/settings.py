@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from padless.distributed.row_format import RowFormat
 from padless.formats import BlockScaledFormat
-from padless.quantization.rules import LIFT
+from padless.quantization.lifting import LIFT
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 In the backward pass x is gathered and multiplied again, so that nothing of a row's size is kept from the forward pass.
 Products are FP8_BLOCK: the gradients have a scale per 128 columns of a row, the weights the codes and scales that they
-have, transposed. Quantization counts as the identity, as in `padless.nn`. Weights multiply rows behind the second
-product in the forward pass and in front of it in the backward pass, which is the same derivative.
+have, transposed; gradients are lifted (`padless.quantization.lifting`). Quantization counts as the identity, as in
+`padless.nn`. Weights multiply rows behind the second product in the forward pass and in front of it in the backward
+pass, which is the same derivative.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from padless.moe.combining import combine
 from padless.moe.gather import gather_quantize, route_quantize
 from padless.moe.slots import rows_to_slots, slots_to_rows
 from padless.ops.grouped_gemm import grouped_gemm
+from padless.quantization.lifting import LOWER, lift
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.runtime.choices import SwigluGateUp
 from padless.runtime.operators import register_autograd
@@ -71,7 +74,7 @@ def _moe_backward(
         return torch.empty_like(x) if needs_x else x.new_empty(0), torch.empty_like(top_k_weights)
     first = ops.unpacked(w13, w13_scale, None, FP8_BLOCK.name, "plain")
     (offs, _, inverse), rows = route_quantize(x, top_k_index, w13.shape[0], FP8_BLOCK)
-    dy = gather_quantize(dout, inverse, FP8_BLOCK)
+    dy = gather_quantize(lift(dout), inverse, FP8_BLOCK)
     prob = slots_to_rows(top_k_weights, inverse)
     second = ops.unpacked(w2, w2_scale, None, FP8_BLOCK.name, "plain")
     found = gradients_of_experts(rows, dy, prob, offs, first, second, gate_up, backend)
@@ -79,7 +82,7 @@ def _moe_backward(
     dweights = rows_to_slots(found.dprob, inverse, top_k_weights.dtype)
     if not needs_x:
         return x.new_empty(0), dweights
-    dx_rows = grouped_gemm(found.dz_rows, transposed(w13, w13_scale), offs, backend=backend)
+    dx_rows = grouped_gemm(found.dz_rows, transposed(w13, w13_scale * LOWER), offs, backend=backend)
     return combine(dx_rows, inverse, None, out_dtype=x.dtype), dweights
 
 
@@ -94,11 +97,14 @@ def gradients_of_experts(
     backend: str | None,
 ) -> SwigluGradients:
     """Gradients of what the first product gives and of the rows' weights prob (M,): of rows (M, H), which are
-    multiplied again, and the unweighted gradient dy (M, H) of what the second product gives.
+    multiplied again, and the unweighted gradient dy (M, H) of what the second product gives. dy and what the result has
+    of the first product are lifted; its dprob is not.
     """
     z = grouped_gemm(rows, w13, offs, backend=backend)
     dh = grouped_gemm(dy, transposed(w2.data, w2.scale), offs, backend=backend)
-    return swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up)
+    found = swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up)
+    assert found.dprob is not None
+    return replace(found, dprob=found.dprob * LOWER)
 
 
 def transposed(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:

@@ -27,7 +27,7 @@ from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
 from padless.moe.routing import check_ids
 from padless.nn.calls import call
-from padless.nn.lifted import LOWER, lowered
+from padless.nn.lifted import lowered
 from padless.nn.linear_function import (
     check_weight,
     columns_facts,
@@ -41,6 +41,7 @@ from padless.nn.quantizers import activation_gradients, quantized
 from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
+from padless.quantization.lifting import LOWER
 from padless.quantization.swiglu_backward import GATE_UP
 from padless.runtime.choices import SwigluGateUp
 

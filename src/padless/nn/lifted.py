@@ -1,10 +1,4 @@
-"""Gradients in FP8_BLOCK, which are quantized 2^60 times as large as they are.
-
-A scale of FP8_BLOCK is never below 1e-4 / 448, a convention made for activations: a block whose largest value is below
-4e-9 has fewer bits the smaller it is, and below 2e-10 none. Gradients of a mean over a batch of millions of tokens lie
-there. So what quantizes a gradient takes it times `LIFT`, and what multiplies it takes the other operand's scales times
-1 / `LIFT`. Both are powers of two: where no block is below 1e-4 nothing changes, to the bit. Gradients may be 2^67.
-"""
+"""Operands that multiply lifted gradients: see `padless.quantization.lifting`."""
 
 from __future__ import annotations
 
@@ -16,15 +10,9 @@ import torch
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns
 from padless.nn.quantizers import quantized
-from padless.quantization.rules import LIFT
+from padless.quantization.lifting import LOWER
 
-LOWER = 1 / LIFT
 Operand = TypeVar("Operand", BlockScaledTensor | torch.Tensor, GroupedColumns | torch.Tensor)
-
-
-def lift(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient times LIFT; in float32 where it is float16."""
-    return (gradient.float() if gradient.dtype == torch.float16 else gradient) * LIFT
 
 
 def lowered(operand: Operand) -> Operand:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from padless.formats import FP8_BLOCK, NVFP4
 from padless.layouts import GroupedColumns
 from padless.nn.calls import call
-from padless.nn.lifted import lift, lowered
+from padless.nn.lifted import lowered
 from padless.nn.nvfp4 import padded_offs
 from padless.nn.products import Columns, Rows, product
 from padless.nn.quantizers import quantize_rows, rows_and_columns
@@ -18,6 +18,7 @@ from padless.nn.recipe import Format, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
+from padless.quantization.lifting import lift
 from padless.quantization.quantize import INPUT_DTYPES
 from padless.quantization.rows_columns import checked_offs
 
@@ -149,7 +150,7 @@ def operands_of_rows(
     """x (M, N) for a product along N and for one along the tokens, in the formats of these; plain for None.
 
     tokens: (M,) int32, where the rows are x[tokens]. alignment: of FP8_BLOCK columns; None leaves it to the quantizer.
-    is_gradient: NVFP4 is rounded by chance, and what is FP8_BLOCK is `padless.nn.lifted`.
+    is_gradient: NVFP4 is rounded by chance, and what is FP8_BLOCK is lifted.
     """
     both = rows_format == columns_format == FP8_BLOCK
     if tokens is not None and not both:

@@ -14,7 +14,6 @@ from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockSca
 
 # Smallest amax an FP8_BLOCK block is scaled for, so that an all-zero block has a finite reciprocal.
 AMAX_FLOOR = 1e-4
-LIFT = 2.0**60  # what gradients, which may be that small, are multiplied by before they are quantized
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E4M3_MAX = 448.0
