@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "timing.md"
@@ -35,7 +36,16 @@ def code_of(source: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return ast.dump(tree)
+    return _dump(tree)
+
+
+def _dump(node: Any) -> str:
+    """A syntax tree in one line, as any version of Python writes it: what is empty is left out, since versions differ in
+    which empty fields there are."""
+    if isinstance(node, ast.AST):
+        fields = [f"{name}={_dump(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return f"{type(node).__name__}({', '.join(fields)})"
+    return f"[{', '.join(map(_dump, node))}]" if isinstance(node, list) else repr(node)
 
 
 def model_digest(*tools: str) -> str:

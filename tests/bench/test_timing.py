@@ -137,11 +137,22 @@ def test_a_call_that_the_host_issued_late_is_timed_again(fake: FakeCuda) -> None
 
 def test_a_call_that_waits_for_the_gpu_itself_is_timed_all_the_same(fake: FakeCuda) -> None:
     def call() -> None:
-        fake.host_s += 20e-3
+        fake.host_s += 0.2
         fake.issue(10.0)
 
     (sample,) = fake_timer(fake, repeats=1).gpu({"a": call})["a"].samples_us
     assert sample > 10e3
+
+
+def test_a_host_that_takes_milliseconds_does_not_count(fake: FakeCuda) -> None:
+    """Such as Python beside other processes."""
+
+    def call() -> None:
+        fake.host_s += 12e-3
+        fake.issue(10.0)
+
+    (sample,) = fake_timer(fake, repeats=1).gpu({"a": call})["a"].samples_us
+    assert sample == pytest.approx(10.0)
 
 
 def test_end_to_end_counts_the_host(fake: FakeCuda) -> None:

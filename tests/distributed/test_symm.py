@@ -81,7 +81,7 @@ def test_on_the_gpu(name: str) -> None:
 def test_on_two_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    found = ep_cases.run(cuda=True, backend="symm")
+    found = ep_cases.run(cuda=True, backend="symm", timeout_s=300)
     assert not any(found.values()), found
 
 

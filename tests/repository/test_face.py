@@ -90,6 +90,7 @@ LINES = {
 
 @pytest.mark.slow
 def test_a_type_checker_refuses_names_and_strings_that_there_are_not(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
     program = ["import torch", "import padless", "from padless import moe, nn"]
     program += ["x: torch.Tensor", "w: padless.BlockScaledTensor", *LINES]
     path = tmp_path / "program.py"

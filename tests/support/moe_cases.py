@@ -11,9 +11,11 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
+from triton.runtime import interpreter
 
 from padless.moe import Activation
 from support.triton_cases import assert_same, awkward, bits
@@ -426,8 +428,21 @@ def combine_gradients(device: str) -> None:
             same_values(dweights, want[1])
 
 
+def take_bounds_from_tensors() -> None:
+    """Lets Triton 3.6's interpreter take a loop's bounds from a tensor: its int() of an array of one value is an error
+    from NumPy 2.5 on. Later versions of Triton do the same by themselves."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
+
+
 def main() -> None:
     """Runs every case, or those named on the command line, on the CPU."""
+    take_bounds_from_tensors()
     outcome: dict[str, str | None] = {}
     for name in sys.argv[1:] or CASES:
         try:

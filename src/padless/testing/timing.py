@@ -31,7 +31,7 @@ WARM_UP_CALLS = 2
 # torch.cuda._sleep counts clock cycles; at less than this rate it sleeps longer, which is harmless.
 _SLEEP_CYCLES_PER_US = 2000
 _SLEEP_MARGIN_US = 100.0
-_SLEEP_MAX_US = 5000.0
+_SLEEP_MAX_US = 50_000.0
 
 Call = Callable[[], Any]
 
