@@ -1,8 +1,9 @@
-"""The page about a run of the tests: `python tools/tests_record.py [--commit NAME] --out STEM FOLDER...`.
+"""The page about a run of the tests: `python tools/tests_record.py [--commit NAME] [--later F]... --out STEM FOLDER...`.
 
 FOLDER: of `pytest --record`, one or several parts of one run, of the same files. STEM.json gets the counts, the slowest
-tests, every failure and every test that was not reached; STEM.md the same for a reader. Ends with 1 where the parts are
-of different files or a test failed or was not reached.
+tests, every failure and every test that was not reached; STEM.md the same for a reader. F: records of later commits, in
+which tests that had failed pass; they stay listed as failed, beside the tree in which they pass. Ends with 1 where the
+parts are of different files, a test failed and passes in none of the later ones, or a test was not reached.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ def combined(parts: list[dict[str, Any]], commit: str | None = None) -> dict[str
     }
 
 
+def mended(failed: dict[str, str], later: list[dict[str, Any]]) -> dict[str, str]:
+    """Tests that failed and the tree in which each has passed since; one that failed in a later part has not."""
+    found = {nodeid: part["tree"] for part in later for nodeid in part["passed"] if nodeid in failed}
+    return {nodeid: tree for nodeid, tree in found.items() if not any(nodeid in part["failed"] for part in later)}
+
+
 def page(record: dict[str, Any]) -> str:
     """The text of STEM.md."""
     skipped = sum(record["skipped"].values())
@@ -85,7 +92,9 @@ def page(record: dict[str, Any]) -> str:
     for title in ("failed", "not reached"):
         if record[title]:
             text += f"\n## {title.capitalize()}\n\n"
-            text += "".join(f"- {code(nodeid)}\n" for nodeid in record[title])
+            since = record.get("mended", {})
+            says = {nodeid: f"; passes in tree `{tree[:12]}`" for nodeid, tree in since.items()}
+            text += "".join(f"- {code(nodeid)}{says.get(nodeid, '')}\n" for nodeid in record[title])
     return text
 
 
@@ -110,10 +119,12 @@ def main() -> int:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True, metavar="STEM")
     parser.add_argument("--commit", help="the commit that ran, which must have the tree of the record")
+    parser.add_argument("--later", type=Path, action="append", default=[], metavar="F", help="a later commit's record")
     options = parser.parse_args()
     try:
         name, tree = tree_of(options.commit) if options.commit else (None, None)
         record = combined([read(folder) for folder in options.folders], name)
+        record["mended"] = mended(record["failed"], [read(folder) for folder in options.later])
         if tree not in (None, record["tree"]):
             raise ValueError(f"commit {options.commit} has the tree {tree}, and the record {record['tree']}")
     except ValueError as error:
@@ -121,7 +132,7 @@ def main() -> int:
     options.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(page(record))
     print(page(record).partition("\n\n")[2].partition("\n\n")[0])
-    return int(bool(record["failed"] or record["not reached"]))
+    return int(bool(record["failed"].keys() - record["mended"] or record["not reached"]))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,16 @@ def test_parts_of_other_files_are_refused(other: dict[str, Any]) -> None:
         tests_record.combined([FIRST, part(**other)])
 
 
+def test_what_a_later_commit_mends_stays_listed() -> None:
+    record = tests_record.combined([FIRST, SECOND])
+    later = part(tree="c" * 40, passed={"tests/b/test_y.py::flaky": 1.0, "tests/b/test_y.py::gpu": 1.0})
+    record["mended"] = tests_record.mended(record["failed"], [later])
+    assert record["mended"] == {"tests/b/test_y.py::flaky": "c" * 40}
+    assert "- `tests/b/test_y.py::flaky`; passes in tree `cccccccccccc`\n" in tests_record.page(record)
+    again = part(tree="d" * 40, failed={"tests/b/test_y.py::flaky": "assert 1 == 2"})
+    assert not tests_record.mended(record["failed"], [later, again]), "passing once is not enough"
+
+
 def run(tmp_path: Path, *more: str, **changed: Any) -> subprocess.CompletedProcess[str]:
     (tmp_path / "tests.json").write_text(json.dumps(part(**changed)))
     command = [
@@ -83,6 +93,11 @@ def test_the_command_ends_with_1_unless_all_ran_and_passed(tmp_path: Path) -> No
     assert json.loads((tmp_path / "page.json").read_text())["passed"] == 1
     assert (tmp_path / "page.md").read_text().startswith("# Every test once")
     assert run(tmp_path, failed={"tests/a/test_x.py::one": "no"}).returncode == 1
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later/tests.json").write_text(json.dumps(part(tree="c" * 40, passed={"tests/a/test_x.py::one": 1.0})))
+    later = ("--later", str(tmp_path / "later"))
+    assert run(tmp_path, *later, failed={"tests/a/test_x.py::one": "no"}).returncode == 0
+    assert run(tmp_path, *later, failed={"tests/a/test_x.py::two": "no"}).returncode == 1
     missing = {"not reached": ["tests/a/test_x.py::one"]}
     assert run(tmp_path, **missing).returncode == 1
     wrong = run(tmp_path, "--commit", "no-such-commit", passed={"tests/a/test_x.py::one": 1.0})
