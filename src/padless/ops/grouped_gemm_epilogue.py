@@ -64,7 +64,7 @@ def grouped_gemm_epilogue(
         check_offs_values(offs, m)
         check_offs_aligned(offs, m_aligned)
     complete = with_outputs(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
-    compute(a, b, offs, epilogue, complete, backend, config, stream)
+    compute(a, b, offs, epilogue, complete, backend, config, stream, m_aligned, check_offs)
     return complete
 
 

@@ -172,5 +172,6 @@ def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
     tensors = into(out, epilogue, resolved.tensors, o)
     tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
     stream = stream_handle(request.current_stream)
-    compute(o.a, o.b, o.offs, epilogue, tensors, request.backend, request.config, stream)
+    how = (request.backend, request.config, stream, request.m_aligned, request.check_offs)
+    compute(o.a, o.b, o.offs, epilogue, tensors, *how)
     return pack(epilogue, tensors, o)

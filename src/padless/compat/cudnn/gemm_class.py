@@ -207,8 +207,7 @@ class GroupedGemmQuant:
         current_stream: Stream = None,
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
-        tensors = locals()
-        given = replace(self._samples, **{name: tensors[name] for name in _TENSORS})
+        given = replace(self._samples, **dict(filter(lambda argument: argument[0] in _TENSORS, locals().items())))
         refuse_gradients(**given.tensors())
         if not self._compiled or self._kind is None:
             self.check_support()
@@ -226,7 +225,8 @@ class GroupedGemmQuant:
                 f"{[f.name for f in formats]} and were {[f.name for f in their_formats]}, {epilogue} and was {was}"
             )
         o, stream = bound.operands, stream_handle(current_stream)
-        compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config, stream)
+        how = (self._backend, self._config, stream, given.m_aligned)
+        compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, *how)
 
 
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:
