@@ -155,7 +155,7 @@ def require_column_major(mat: torch.Tensor, rank: int) -> None:
 
 def names(value: Any) -> list[str]:
     """Names of one of torch's enums, or of a list of them; none of None."""
-    return [getattr(one, "name", str(one)) for one in _listed(value)]
+    return [one if isinstance(one, str) else getattr(one, "name", str(one)) for one in _listed(value)]
 
 
 def _format(name: str, mat: torch.Tensor, recipe: Any, allowed: tuple[str, ...]) -> BlockScaledFormat:

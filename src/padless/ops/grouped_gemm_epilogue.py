@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -70,6 +70,6 @@ def grouped_gemm_epilogue(
 
 def _detached(tensors: EpilogueTensors) -> EpilogueTensors:
     """``tensors`` cut off from their graphs; a ValueError where one requires grad with grad mode on."""
-    given = {name: t for name, t in vars(tensors).items() if isinstance(t, torch.Tensor)}
-    cut = {name: detached(f"tensors.{name}", t) for name, t in given.items()}
+    given = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    cut = {name: detached(f"tensors.{name}", t) for name, t in given.items() if isinstance(t, torch.Tensor)}
     return replace(tensors, **cut)  # type: ignore[arg-type]  # none of them is column_tiles

@@ -83,12 +83,12 @@ def quantize(
     _check_x(x, format, kind)
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
-    on_gpu = x.is_cuda and has_triton()
     if rows is not None:
         _check_rows(rows, x, format, kind, global_scale)
         rows = rows.contiguous()
     if is_traced(x):
         return traced.quantized(x, format, kind, major, rule, scale_layout, global_scale, offs, rows)
+    on_gpu = x.is_cuda and has_triton()
     if rows is not None and not on_gpu:
         x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with on_device_of(x):

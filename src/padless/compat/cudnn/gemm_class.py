@@ -207,7 +207,12 @@ class GroupedGemmQuant:
         current_stream: Stream = None,
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
-        given = replace(self._samples, **dict(filter(lambda argument: argument[0] in _TENSORS, locals().items())))
+        given = replace(
+            self._samples, a_tensor=a_tensor, b_tensor=b_tensor, d_tensor=d_tensor, sfa_tensor=sfa_tensor,
+            sfb_tensor=sfb_tensor, padded_offsets=padded_offsets, alpha_tensor=alpha_tensor, d_col_tensor=d_col_tensor,
+            sfd_row_tensor=sfd_row_tensor, sfd_col_tensor=sfd_col_tensor, amax_tensor=amax_tensor,
+            norm_const_tensor=norm_const_tensor, prob_tensor=prob_tensor, bias_tensor=bias_tensor,
+        )  # fmt: skip
         refuse_gradients(**given.tensors())
         if not self._compiled or self._kind is None:
             self.check_support()

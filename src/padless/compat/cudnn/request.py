@@ -41,7 +41,7 @@ class CudnnRequest(Inputs):
 
     def resolve(self) -> Bound:
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
-        refuse_gradients(**vars(self))
+        refuse_gradients(**{name: getattr(self, name) for name in self.__dataclass_fields__})
         self.check_fixed()
         operands = self.operands()
         epilogue = self.epilogue()
