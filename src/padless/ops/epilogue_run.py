@@ -28,7 +28,7 @@ from padless.ops.checks import (
 from padless.reference.epilogue import epilogue_reference
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import chosen_backend, device_of
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 # --- sizes ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ def row_tensor(
 
 def prepare(
     a: Activation, b: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors,
-    backend: str | None, config: KernelChoice | None,
+    backend: BackendName | None, config: KernelChoice | None,
 ) -> Prepared | None:  # fmt: skip
     """The packed launch of the fused kernel; None for the reference and where there is nothing to compute.
 
@@ -167,13 +167,11 @@ def prepare(
 
 def compute(
     a: Activation, b: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors,
-    backend: str | None, config: KernelChoice | None, stream: int | None = None, m_aligned: int = 1,
+    backend: BackendName | None, config: KernelChoice | None, stream: int | None = None, m_aligned: int = 1,
     check_offs: bool = False,
 ) -> None:  # fmt: skip
     """Computes every output of ``epilogue`` into ``tensors``, which has them all; operands as ``prepare`` takes them.
-
-    m_aligned, check_offs: for a traced call, which looks when it runs.
-    """
+    m_aligned and check_offs are for a traced call, which looks at values when it runs."""
     if is_traced(data_of(a)):
         traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, stream, m_aligned, check_offs)
         return

@@ -30,7 +30,7 @@ from padless.ops.checks import (
 from padless.ops.grouped_gemm_plain import grouped_gemm_plain
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_readable, is_traced
-from padless.runtime.devices import chosen_backend, device_of
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def grouped_gemm(
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
@@ -136,7 +136,7 @@ def gemm(
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
@@ -158,7 +158,7 @@ def gemm(
 
 def _run(
     missed: launch_cache.Missed, operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None,
-    out: torch.Tensor | None, out_dtype: torch.dtype, backend: str | None, config: KernelChoice | None,
+    out: torch.Tensor | None, out_dtype: torch.dtype, backend: BackendName | None, config: KernelChoice | None,
     check_offs: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """A call that is not like one before: check, find, prepare, launch. The weights of "gemm" come as (N, K)."""

@@ -13,6 +13,7 @@ from padless.kernels.launch import KernelChoice
 from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_offs_values, check_operands, data_of
 from padless.ops.epilogue_checks import check_tensors
 from padless.ops.epilogue_run import check_columns, check_m_aligned, compute, with_outputs
+from padless.runtime.choices import BackendName
 
 
 def grouped_gemm_epilogue(
@@ -23,7 +24,7 @@ def grouped_gemm_epilogue(
     tensors: EpilogueTensors | None = None,
     *,
     m_aligned: int = 1,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: KernelChoice | None = None,
     stream: int | None = None,
     check_offs: bool = False,

@@ -17,7 +17,7 @@ from padless.ops.checks import as_one_group, check_alignment, check_operands, ch
 from padless.ops.launch_cache import stream_of
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import chosen_backend, device_of
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 
 def grouped_gemm_list(
@@ -27,7 +27,7 @@ def grouped_gemm_list(
     out: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     alpha: torch.Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: Sm100GroupedConfig | None = None,
 ) -> list[torch.Tensor]:
     """Multiplies problem by problem, out[i] = alpha[i] * a[i] @ b[i].T, in one launch. On Blackwell.

@@ -25,7 +25,7 @@ from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import chosen_backend, device_of
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 _K_MULTIPLE = 8  # rows start at multiples of 16 bytes
 
@@ -38,7 +38,7 @@ def grouped_gemm_plain(
     dense: bool,
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: BackendName | None,
     check_offs: bool,
     config: Any,
 ) -> torch.Tensor:

@@ -21,7 +21,7 @@ from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import device_of
+from padless.runtime.devices import BackendName, device_of
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
 
@@ -34,7 +34,7 @@ def grouped_gemm_wgrad(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: WgradConfig | Bf16WgradConfig | None = None,
 ) -> torch.Tensor:
     """Multiplies along each group's tokens: out[g] (+)= dY[rows of g]^T @ X[rows of g].
@@ -89,7 +89,7 @@ def _of_copies(
     out: torch.Tensor | None,
     accumulate: bool,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: BackendName | None,
     config: object,
 ) -> torch.Tensor:
     refuse_gradients(dy=dy, x=x, out=out)

@@ -15,7 +15,7 @@ from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import device_of
+from padless.runtime.devices import BackendName, device_of
 
 _FEATURES_MULTIPLE, _LEAST_FEATURES = 8, 16  # rows start at multiples of 16 bytes
 
@@ -28,7 +28,7 @@ def grouped_gemm_wgrad_rows(
     out: torch.Tensor | None,
     accumulate: bool,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: BackendName | None,
     config: object,
 ) -> torch.Tensor:
     """out[g] (+)= dy[rows of g]^T @ x[rows of g], (G, N, K): ``grouped_gemm_wgrad`` for dy (M, N) and x (M, K)."""

@@ -22,6 +22,7 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.table import PLAIN_ROUTES, ROUTES
 from padless.row_groups import GroupedColumns
+from padless.runtime.choices import BackendName
 from padless.runtime.operators import register_operator
 
 _BY_NAME = {format.name: format for format in FORMATS}
@@ -109,7 +110,7 @@ def product(
     b: BlockScaledTensor | torch.Tensor,
     offs: torch.Tensor | None,
     out: torch.Tensor,
-    backend: str | None,
+    backend: BackendName | None,
     check_offs: bool,
     config: Any,
 ) -> torch.Tensor:
@@ -119,7 +120,7 @@ def product(
 
 
 def _run_product(
-    out: torch.Tensor, a: Any, a_kind: Any, b: Any, b_kind: Any, offs: torch.Tensor | None, backend: str | None,
+    out: torch.Tensor, a: Any, a_kind: Any, b: Any, b_kind: Any, offs: torch.Tensor | None, backend: BackendName | None,
     check_offs: bool, config: str | None,
 ) -> None:  # fmt: skip
     operands, how = (_joined(a, a_kind), _joined(b, b_kind)), {"backend": backend, "config": from_text(config)}
@@ -140,7 +141,7 @@ def products(
     b: Sequence[BlockScaledTensor],
     out: list[torch.Tensor],
     alpha: torch.Tensor | None,
-    backend: str | None,
+    backend: BackendName | None,
     config: Any,
 ) -> list[torch.Tensor]:
     """`padless.grouped_gemm_list` into ``out`` when the program runs; ``out``."""
@@ -152,8 +153,8 @@ def products(
 
 
 def _run_products(
-    out: list[torch.Tensor], a: Any, a_kind: Any, b: Any, b_kind: Any, alpha: torch.Tensor | None, backend: str | None,
-    config: str | None,
+    out: list[torch.Tensor], a: Any, a_kind: Any, b: Any, b_kind: Any, alpha: torch.Tensor | None,
+    backend: BackendName | None, config: str | None,
 ) -> None:  # fmt: skip
     operands = [
         [_joined(parts[4 * i : 4 * i + 4], kind[2 * i : 2 * i + 2]) for i in range(len(out))]
@@ -179,7 +180,7 @@ def product_with_epilogue(
     offs: torch.Tensor,
     epilogue: Epilogue,
     tensors: EpilogueTensors,
-    backend: str | None,
+    backend: BackendName | None,
     config: Any,
     stream: int | None,
     m_aligned: int,
@@ -196,7 +197,7 @@ def product_with_epilogue(
 
 def _run_epilogue(
     out: list[torch.Tensor], names: list[str], a: Any, a_kind: Any, b: Any, b_kind: Any, offs: torch.Tensor,
-    numbers: list[torch.Tensor | None], column_tiles: int, epilogue: str, m_aligned: int, backend: str | None,
+    numbers: list[torch.Tensor | None], column_tiles: int, epilogue: str, m_aligned: int, backend: BackendName | None,
     config: str | None, stream: int | None, check_offs: bool,
 ) -> None:  # fmt: skip
     made = from_text(epilogue)
@@ -225,7 +226,7 @@ _grouped_gemm_epilogue = _operator(
 
 
 def wgrad_of_columns(
-    dy: GroupedColumns, x: GroupedColumns, out: torch.Tensor, accumulate: bool, backend: str | None, config: Any
+    dy: GroupedColumns, x: GroupedColumns, out: torch.Tensor, accumulate: bool, backend: BackendName | None, config: Any
 ) -> torch.Tensor:
     """`padless.grouped_gemm_wgrad` of copies into ``out`` when the program runs; ``out``."""
     _wgrad_of_columns(out, *_columns_parts(dy), *_columns_parts(x), accumulate, backend, text_of(config))
@@ -233,7 +234,7 @@ def wgrad_of_columns(
 
 
 def _run_columns(
-    out: torch.Tensor, dy: Any, dy_block: Any, x: Any, x_block: Any, accumulate: bool, backend: str | None,
+    out: torch.Tensor, dy: Any, dy_block: Any, x: Any, x_block: Any, accumulate: bool, backend: BackendName | None,
     config: str | None,
 ) -> None:  # fmt: skip
     how = {"accumulate": accumulate, "backend": backend, "config": from_text(config)}
@@ -253,7 +254,7 @@ def wgrad_of_rows(
     offs: torch.Tensor,
     out: torch.Tensor,
     accumulate: bool,
-    backend: str | None,
+    backend: BackendName | None,
     config: Any,
 ) -> torch.Tensor:
     """`padless.grouped_gemm_wgrad` of rows into ``out`` when the program runs; ``out``."""
@@ -262,8 +263,8 @@ def wgrad_of_rows(
 
 
 def _run_rows(
-    out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, accumulate: bool, backend: str | None,
-    config: str | None,
+    out: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, accumulate: bool,
+    backend: BackendName | None, config: str | None,
 ) -> None:  # fmt: skip
     how = {"accumulate": accumulate, "backend": backend, "config": from_text(config)}
     padless.grouped_gemm_wgrad(dy, x, offs=offs, out=out, **how)

@@ -18,7 +18,7 @@ from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.ops.epilogue_run import compute, with_outputs
-from padless.runtime.choices import OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
+from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
 
 
 def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
@@ -70,7 +70,7 @@ def grouped_gemm_quant(
     return_amax: bool | None = None,
     generate_amax: bool = True,
     semantics: Semantics = "implementation",
-    backend: str | None = None,
+    backend: BackendName | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
     out: BlockScaledTensor | None = None,
@@ -161,7 +161,7 @@ def grouped_gemm_swiglu_quant(
     return_amax: bool | None = None,
     generate_amax: bool = True,
     semantics: Semantics = "implementation",
-    backend: str | None = None,
+    backend: BackendName | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
     out: BlockScaledTensor | None = None,

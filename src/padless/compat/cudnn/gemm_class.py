@@ -16,7 +16,7 @@ from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
-from padless.runtime.choices import Semantics, SwigluGateUp
+from padless.runtime.choices import BackendName, Semantics, SwigluGateUp
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -159,7 +159,7 @@ class GroupedGemmQuant:
         discrete_col_sfd: bool = False,
         gate_up: SwigluGateUp | None = None,
         semantics: Semantics = "implementation",
-        backend: str | None = None,
+        backend: BackendName | None = None,
         config: KernelChoice | None = None,
         **others: Any,
     ) -> None:
