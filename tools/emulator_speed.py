@@ -12,12 +12,13 @@ import torch
 
 import padless
 from padless.emulator.fake_driver import driver_of
+from padless.runtime.choices import BackendName
 
 RUNS: tuple[tuple[str, dict[str, Any]], ...] = (("checks, exact products", {}), ("no checks", {"checks": False}),
         ("no checks, fast products", {"checks": False, "arithmetic": "fast"}))  # fmt: skip
 
 
-def case(backend: str, fmt: padless.formats.BlockScaledFormat, rows: int, n: int, k: int) -> None:
+def case(backend: BackendName, fmt: padless.formats.BlockScaledFormat, rows: int, n: int, k: int) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [rows // 4, 0, rows - rows // 4]
     offs = padless.group_offsets(sizes)

@@ -25,6 +25,7 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.runtime.choices import BackendName
 
 Call = Callable[[EmulatedDriver], object]
 PAST = 3  # rows of no group
@@ -114,8 +115,8 @@ def of_groups(fmt: Any) -> dict[str, Any]:
     return {"offs": offsets()} if fmt is NVFP4 else {}
 
 
-def backend_of(device: EmulatedDriver) -> str:
-    return "emulator" if device.arch == "sm_90a" else f"emulator:{device.arch}"
+def backend_of(device: EmulatedDriver) -> BackendName:
+    return "emulator" if device.arch == "sm_90a" else "emulator:sm_100a"
 
 
 def dense(device: EmulatedDriver) -> object:

@@ -47,6 +47,7 @@ from padless.formats import (
 )
 from padless.gradients import refuse_gradients
 from padless.layouts import from_blocked
+from padless.row_groups import checked_equal, is_readable
 from padless.runtime.weight_index import check_complete, index_of, indexed_files
 
 _BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
@@ -74,7 +75,7 @@ def from_compressed_tensors(
     refuse_gradients(packed=packed, scale=scale, global_scale=global_scale)
     if global_scale is None:
         return _fp4(packed, scale, None)
-    if global_scale.is_cpu and not bool((global_scale.isfinite() & (global_scale > 0)).all()):
+    if is_readable(global_scale) and not bool((global_scale.isfinite() & (global_scale > 0)).all()):
         raise ValueError(
             f"global_scale is {global_scale.flatten().tolist()[:4]}; an encode scale must be positive and finite"
         )
@@ -178,6 +179,7 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     must have the same global scales: scales that differ cannot be joined without requantising.
     """
     first = _same_format(weights)
+    shared = first.global_scale
     for i, t in enumerate(weights):
         if t.shape[:-2] != first.shape[:-2] or t.shape[-1] != first.shape[-1]:
             raise ValueError(f"weights must agree in K and in experts: {tuple(first.shape)}, {tuple(t.shape)}")
@@ -186,9 +188,10 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
                 f"weights[{i}] has N = {t.shape[-2]}; before another one it must be a multiple of "
                 f"{t.format.weight_block[0]}"
             )
-        if first.global_scale is not None and not torch.equal(cast("torch.Tensor", t.global_scale), first.global_scale):
-            raise ValueError(f"weights[{i}] has another global_scale than weights[0]: keep them apart")
-    return _join(weights, partial(torch.cat, dim=-2), first.global_scale)
+        if shared is not None:
+            differs = f"weights[{i}] has another global_scale than weights[0]: keep them apart"
+            shared = checked_equal(shared, cast("torch.Tensor", t.global_scale), differs)
+    return _join(weights, partial(torch.cat, dim=-2), shared)
 
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:

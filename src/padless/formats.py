@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from padless.gradients import detached
-from padless.row_groups import RowGroups, check_offs
+from padless.row_groups import RowGroups, check_offs, is_traced
 
 KINDS = ("activation", "weight")
 
@@ -151,7 +151,8 @@ class BlockScaledTensor:
         if self.offs is not None:
             depends = self.scale_layout == "blocked_groups" or _num_global_scales(self) > 1
             object.__setattr__(self, "offs", self.offs if depends else None)
-            object.__setattr__(self, "row_groups", RowGroups(self.offs) if depends else None)
+            known = depends and not is_traced(self.offs)
+            object.__setattr__(self, "row_groups", RowGroups(self.offs) if known else None)
         for name in ("data", "scale", "global_scale"):
             part = getattr(self, name)
             if part is not None and part.requires_grad:

@@ -47,11 +47,11 @@ def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
     if is_mn_major(scale):
         return scale
     rows, columns = scale.shape
-    out = empty_mn_major(rows, columns, scale.device)
-    ld = out.stride(1)
-    torch.as_strided(out, (ld - rows, columns), (1, ld), rows).zero_()
-    out.copy_(scale)
-    return out
+    ld = max(round_up(rows, MN_MAJOR_ALIGNMENT), MN_MAJOR_ALIGNMENT)
+    padded = torch.empty((columns, ld), dtype=torch.float32, device=scale.device)
+    padded[:, rows:].zero_()
+    padded[:, :rows].copy_(scale.t())
+    return padded.t()[:rows]
 
 
 # --- two FP4 codes a byte --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -53,6 +53,8 @@ class RowGroups:
         if len(self.offs) != num_groups:
             groups = "1 group" if num_groups == 1 else f"{num_groups} groups"
             raise ValueError(f"{name} has scales for {len(self.offs)} groups of rows and {whose} has {groups}; {again}")
+        if is_traced(self.offs):
+            return  # what is traced compares when the program runs
         if offs is None:
             if self._ends is not None and (end := clamped_ends(self._ends, rows)[-1]) != rows:
                 raise ValueError(
@@ -72,6 +74,13 @@ class RowGroups:
                         f"offs[{group}] is {end} and {name} has scales for groups of which that one ends at {mine}; "
                         f"{again}"
                     )
+
+
+def row_groups_of(t: Any) -> RowGroups | None:
+    """The groups of a BlockScaledTensor, remembered now where a compiled program made it; None while traced."""
+    if t.row_groups is None and t.offs is not None and not is_traced(t.offs):
+        object.__setattr__(t, "row_groups", RowGroups(t.offs))
+    return t.row_groups  # type: ignore[no-any-return]
 
 
 def check_offs(offs: object, data: torch.Tensor, num_global_scales: int) -> None:
@@ -98,6 +107,30 @@ def clamped_ends(offs: Iterable[int], rows: int) -> list[int]:
 def _version_of(offs: torch.Tensor) -> int | None:
     """The number of times torch wrote to the tensor; unknown for one that was made in inference mode."""
     return None if offs.is_inference() else offs._version
+
+
+# --- what can be known of values --------------------------------------------------------------------------
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_traced(t: torch.Tensor) -> bool:
+    """Whether a call with t, and with other tensors made as t was, is being compiled or exported, or t is fake."""
+    return torch.compiler.is_compiling() or type(t) not in _PLAIN
+
+
+def is_readable(t: torch.Tensor) -> bool:
+    """Whether the values of t can be looked at without a wait: it is on the CPU, and nothing is being traced."""
+    return t.is_cpu and not is_traced(t)
+
+
+def checked_equal(t: torch.Tensor, other: torch.Tensor, otherwise: str) -> torch.Tensor:
+    """``t``, where ``other`` has the same values, else a ValueError; NaN where a traced program finds others."""
+    if is_traced(t):
+        return torch.where((t == other).all(), t, torch.nan)
+    if not torch.equal(t, other):
+        raise ValueError(otherwise)
+    return t
 
 
 # --- grouped columns --------------------------------------------------------------------------------------
@@ -148,7 +181,7 @@ def offs_from_indptr(m_indptr: torch.Tensor) -> torch.Tensor:
     m_indptr: int32 or int64, its first entry 0. Raises ValueError; the first entry is looked at on a CPU alone.
     """
     _check_integers("m_indptr", m_indptr)
-    if len(m_indptr) == 0 or (m_indptr.is_cpu and int(m_indptr[0]) != 0):
+    if len(m_indptr) == 0 or (is_readable(m_indptr) and int(m_indptr[0]) != 0):
         raise ValueError(f"m_indptr must start with 0 and have an entry for each end, got {_shown(m_indptr)}")
     return m_indptr[1:].to(torch.int32).contiguous()
 
@@ -164,7 +197,7 @@ def offs_from_indices(m_indices: torch.Tensor, num_groups: int) -> torch.Tensor:
     that descends counts as the largest one before it.
     """
     _check_integers("m_indices", m_indices)
-    if m_indices.is_cpu:
+    if is_readable(m_indices):
         kept = m_indices[m_indices >= 0]
         if bool((kept.diff() < 0).any()) or bool((kept >= num_groups).any()):
             raise ValueError(f"m_indices must ascend and be below num_groups = {num_groups}, got {_shown(m_indices)}")
@@ -226,4 +259,4 @@ def _check_integers(name: str, t: object) -> None:
 
 def _shown(t: torch.Tensor) -> str:
     """Values of a tensor on a CPU, its shape elsewhere."""
-    return str(t.tolist()[:16]) if t.is_cpu else str(tuple(t.shape))
+    return str(t.tolist()[:16]) if is_readable(t) else str(tuple(t.shape))

@@ -55,6 +55,31 @@ def test_quantize(format: BlockScaledFormat) -> None:
     assert torch.equal(program.module()(other), module(other))
 
 
+class Parts(torch.nn.Module):
+    """The passes of a layer, one after the other."""
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        offs, tokens, inverse = moe.route(ids, E)
+        again, rows = moe.route_quantize(x, ids, E, FP8_BLOCK)
+        gathered = moe.gather_quantize(x, inverse, padless.MXFP8)
+        hidden = moe.activate_quantize(x[tokens], moe.Activation("swiglu"), padless.MXFP4)
+        out = moe.combine(x[tokens], inverse, weights, x)
+        dy, dweights = moe.combine_backward(x, x[tokens], inverse, weights)
+        parts = (rows.data, rows.scale, gathered.data, gathered.scale, hidden.data, hidden.scale)
+        return (offs, tokens, inverse, *again, *parts, out, dy, dweights, moe.gather_backward(dy, inverse))
+
+
+def test_the_passes_of_a_layer() -> None:
+    module, ids, weights = Parts(), torch.tensor([[0, 2], [2, 0], [2, 2]]), torch.rand(3, 2)
+    program = torch.export.export(module, (normal(3, H), ids, weights), strict=False)
+    names = {"route", "route_quantize", "gather_quantize", "activate_quantize", "combine", "combine_backward"}
+    assert {f"padless.{name}.default" for name in names} <= operators_of(program)
+    given = (normal(3, H, seed=1), torch.tensor([[1, 0], [2, 1], [0, 1]]), weights)
+    for got, want in zip(program.module()(*given), module(*given), strict=True):
+        bits = [t.flatten().clone().view(torch.uint8) for t in (got, want)]
+        assert torch.equal(*bits)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_layer_of_quantized_weights(strict: bool) -> None:
     module, ids, weights = Layer(), torch.tensor([[0, 2], [2, 0], [2, 2]]), torch.rand(3, 2)

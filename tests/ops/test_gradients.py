@@ -149,7 +149,7 @@ def test_a_remembered_launch_is_not_repeated(monkeypatch: pytest.MonkeyPatch) ->
     for name, arguments in zip(names, calls, strict=True):
         a, b, offs, out = (arguments[key] for key in ("a", "b", "offs", "out"))
         launches: list[int] = []
-        _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None)
+        _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None, None)
         missed.remember_checked(a, b, out)
         missed.remember_launch(out, None, launches.append)
         padless.grouped_gemm(**arguments)

@@ -420,7 +420,7 @@ def test_operands_that_changed_since_they_were_missed_are_not_confused(device: D
     """A launch is kept for what was read of the operands before it was packed."""
     a, b, offs = operands()
     out = empty_out()
-    _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None)
+    _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None, None)
     other, _, _ = operands(seed=1)
     assert missed is not None
     missed.remember_checked(a, b, out)

@@ -281,7 +281,7 @@ class Remembered:
 
 def remembered(a: BlockScaledTensor, offs: torch.Tensor) -> Remembered:
     made = Remembered(a, offs)
-    _, missed = launch_cache.launch_again("grouped_gemm", *made.arguments, made.out, made.out.dtype, None)
+    _, missed = launch_cache.launch_again("grouped_gemm", *made.arguments, made.out, made.out.dtype, None, None)
     missed.remember_checked(*made.arguments[:2], made.out)
     missed.remember_launch(made.out, None, made.launch)
     return made

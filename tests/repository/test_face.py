@@ -14,11 +14,12 @@ import pytest
 import padless
 from padless import formats
 from padless.compat.cudnn import operands
+from padless.distributed import backend as distributed_backend
 from padless.epilogue import COLUMN_LAYOUTS, ROW_LAYOUTS
 from padless.moe import activation
 from padless.nn import experts, recipe
 from padless.quantization import quantize, swiglu_backward
-from padless.runtime import choices
+from padless.runtime import choices, devices
 from support.ragged import ROOT
 
 FRESH = """
@@ -46,6 +47,8 @@ def test_types_of_strings_are_the_strings_that_calls_take() -> None:
     rules = [rule for allowed in quantize.SCALE_RULES.values() for rule in allowed]
     allowed = {
         "ActivationKind": activation.KINDS,
+        "BackendName": devices.NAMES,
+        "Exchange": distributed_backend.BACKENDS,
         "GateUp": activation.GATE_UP,
         "Kind": formats.KINDS,
         "OutputLayout": ROW_LAYOUTS,
@@ -81,6 +84,19 @@ LINES = {
     "padless.grouped_gemm_swiglu_quant(gate_up='both', a_tensor=x, b_tensor=x, padded_offsets=x)": True,
     "moe.moe(x, x, x, w, w, activation='swiglu', gate_up='alternating')": False,
     "moe.moe(x, x, x, w, w, activation='swish')": True,
+    "moe.moe(x, x, x, w, w, backend='gpu')": True,
+    "moe.moe(x, x, x, w, w, backend='reference')": False,
+    "padless.grouped_gemm(w, w, x, backend='cdua')": True,
+    "padless.grouped_gemm(w, w, x, backend='emulator:sm_100a')": False,
+    "padless.gemm(w, w, backend='cpu')": True,
+    "padless.gemm(w, w, backend='cuda')": False,
+    "padless.grouped_gemm_list([w], [w], backend='emulater')": True,
+    "padless.grouped_gemm_wgrad(x, x, offs=x, backend='emulator:sm_90a')": True,
+    "padless.grouped_gemm_wgrad(x, x, offs=x, backend='emulator')": False,
+    "padless.grouped_gemm_epilogue(w, w, x, padless.Epilogue(amax=True), backend='torch')": True,
+    "padless.grouped_gemm_quant(a_tensor=x, b_tensor=x, padded_offsets=x, backend='sm90')": True,
+    "padless.distributed.ExpertParallel(None, 8, 8, 2, 8, backend='nccl')": True,
+    "padless.distributed.ExpertParallel(None, 8, 8, 2, 8, backend='collective')": False,
     "nn.Recipe(save='fp4')": True,
     "nn.Recipe(save='fp8', wgrad_mode='2d2d')": True,
     "nn.MoE(8, 8, 8, 2, score='top')": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -133,11 +134,18 @@ def samples() -> dict[str, Any]:
     return {f"sample_{name.removesuffix('_tensor')}": value for name, value in buffers().items()}
 
 
+def execution() -> dict[str, Any]:
+    """What GroupedGemmQuant.execute takes, and an object that `execute` calls."""
+    EXECUTED[:] = [padless.GroupedGemmQuant(**samples())]
+    EXECUTED[0].compile()
+    return buffers()
+
+
 def execute(**tensors: Any) -> None:
-    with torch.no_grad():
-        call = padless.GroupedGemmQuant(**samples())
-        call.compile()
-    call.execute(**tensors)
+    EXECUTED[0].execute(**tensors)
+
+
+EXECUTED: list[padless.GroupedGemmQuant] = []
 
 
 def torch_call() -> dict[str, Any]:
@@ -169,7 +177,7 @@ TILES = blocked_size(M, 5)
 PUBLIC: dict[str, Call] = {
     "BlockScaledTensor": Call(BlockScaledTensor, lambda: made(activation(offs=OFFS))),
     "GroupedGemmQuant": Call(padless.GroupedGemmQuant, samples),
-    "GroupedGemmQuant.execute": Call(execute, buffers, padless.GroupedGemmQuant.execute),
+    "GroupedGemmQuant.execute": Call(execute, execution, padless.GroupedGemmQuant.execute),
     "dequantize": Call(padless.dequantize, lambda: {"t": activation(offs=OFFS), "offs": OFFS}),
     "gemm": Call(
         padless.gemm, lambda: {"a": activation(), "b": weight(), "out": torch.empty((M, N), dtype=torch.bfloat16)}
@@ -208,6 +216,13 @@ PUBLIC: dict[str, Call] = {
     ),
     "quantize of gathered rows": Call(
         Q, lambda: {"x": normal(M, K), "format": FP8_BLOCK, "rows": torch.tensor([3, 1, 1])}
+    ),
+    "quantize with global scales of groups": Call(Q, lambda: {"x": normal(M, K), "format": NVFP4, "offs": OFFS}),
+    "quantize weights into tiles": Call(
+        Q, lambda: {"x": normal(GROUPS, N, K), "format": NVFP4, "kind": "weight", "scale_layout": "blocked"}
+    ),
+    "quantize into tiles of groups": Call(
+        Q, lambda: {"x": normal(M, K), "format": MXFP8, "scale_layout": "blocked_groups", "offs": OFFS.long()}
     ),
     "quantize to FP8_BLOCK": Call(Q, lambda: {"x": normal(M, K), "format": FP8_BLOCK}),
     "quantize to MXFP4": Call(Q, lambda: {"x": normal(M, K), "format": MXFP4, "kind": "weight"}),
@@ -300,6 +315,21 @@ CONVERTERS: dict[str, Call] = {
     "checkpoints.concatenate_rows": Call(checkpoints.concatenate_rows, lambda: {"weights": [weight(), weight()]}),
 }
 CALLS = PUBLIC | CONVERTERS
+
+
+def replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An argument with every tensor in it changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        parts = [replaced(one, change) for one in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: replaced(one, change) for key, one in value.items()}
+    if isinstance(value, (BlockScaledTensor, padless.EpilogueTensors, padless.GroupedColumns)):
+        made = (field.name for field in dataclasses.fields(value) if field.init)
+        return type(value)(**{name: replaced(getattr(value, name), change) for name in made})
+    return value
 
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:

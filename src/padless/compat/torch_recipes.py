@@ -24,7 +24,7 @@ from padless.formats import (
 )
 from padless.layouts import to_mn_major
 from padless.ops.checks import describe
-from padless.row_groups import SCALE_BLOCK, GroupedColumns, clamped_ends
+from padless.row_groups import SCALE_BLOCK, GroupedColumns, clamped_ends, is_readable
 
 ROWS, SQUARES = "BlockWise1x128", "BlockWise128x128"
 _FORMATS = {
@@ -56,7 +56,7 @@ def activations(mat: torch.Tensor, scale: Any, recipe: Any, swizzle: Any, offs: 
             f"contiguous, {tile_row} bytes for every started 128 rows of each group and {wanted} or more in all"
         )
     a = BlockScaledTensor(mat, block_scale.view(-1), fmt, global_scale, "blocked_groups", offs)
-    if offs.is_cpu:
+    if is_readable(offs):
         ends = clamped_ends(offs.tolist(), mat.shape[0])
         needed = sum(ceil_div(end - start, TILE_ROWS) for start, end in zip([0, *ends], ends, strict=False))
         if block_scale.numel() < needed * tile_row:
@@ -123,7 +123,7 @@ def columns(
     after = blocks.cumsum(0)
     scale_a, scale_b = (_scales(name, scale, [""], FP8_BLOCK)[0] for name, scale in zip("ab", scales, strict=True))
     of_a, of_b = scale_a.transpose(0, -1), scale_b  # rows of blocks along T, features innermost, as scale_b comes
-    if offs.is_cpu:
+    if is_readable(offs):
         needed = int(after[-1]) if len(offs) else 0
         if not torch.equal(ends.to(offs.dtype), offs) or bool((offs % _TOKENS).any()):
             raise ValueError(
@@ -155,7 +155,7 @@ def require_column_major(mat: torch.Tensor, rank: int) -> None:
 
 def names(value: Any) -> list[str]:
     """Names of one of torch's enums, or of a list of them; none of None."""
-    return [getattr(one, "name", str(one)) for one in _listed(value)]
+    return [one if isinstance(one, str) else getattr(one, "name", str(one)) for one in _listed(value)]
 
 
 def _format(name: str, mat: torch.Tensor, recipe: Any, allowed: tuple[str, ...]) -> BlockScaledFormat:

@@ -17,7 +17,7 @@ from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
 from padless.distributed.settings import Settings, compare_across_ranks
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
-from padless.runtime.choices import ScaleMajor, ScaleRule
+from padless.runtime.choices import Exchange, ScaleMajor, ScaleRule
 
 
 class ExpertParallel:
@@ -66,7 +66,7 @@ class ExpertParallel:
         top_k: int,
         max_tokens: int,
         fmt: BlockScaledFormat | torch.dtype = FP8_BLOCK,
-        backend: str = "auto",
+        backend: Exchange = "auto",
         capacity: int | str | None = None,
         *,
         expert_map: Sequence[int] | None = None,

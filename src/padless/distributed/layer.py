@@ -22,6 +22,7 @@ from padless.moe.layer import Projection
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import LOWER, lift
 from padless.quantization.quantize import quantize
+from padless.runtime.choices import BackendName
 
 if TYPE_CHECKING:
     from padless.distributed.expert_parallel import ExpertParallel
@@ -70,7 +71,7 @@ def expert_parallel_moe(
     activation: Activation | None = None,
     global_scale1: torch.Tensor | None = None,
     global_scale2: torch.Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of weights[t, j] * expert(ids[t, j], x[t]), the experts being spread over ranks; (T, H).
 

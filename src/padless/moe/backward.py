@@ -24,7 +24,7 @@ from padless.moe.slots import rows_to_slots, slots_to_rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import LOWER, lift
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
-from padless.runtime.choices import SwigluGateUp
+from padless.runtime.choices import BackendName, SwigluGateUp
 from padless.runtime.operators import register_autograd
 
 
@@ -67,7 +67,7 @@ def _fake(
 def _moe_backward(
     dout: torch.Tensor, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
     w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor,
-    gate_up: SwigluGateUp, backend: str | None, needs_x: bool,
+    gate_up: SwigluGateUp, backend: BackendName | None, needs_x: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(dx, or nothing without needs_x; dweights)."""
     if top_k_index.shape[0] == 0:
@@ -94,7 +94,7 @@ def gradients_of_experts(
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     gate_up: SwigluGateUp,
-    backend: str | None,
+    backend: BackendName | None,
 ) -> SwigluGradients:
     """Gradients of what the first product gives and of the rows' weights prob (M,): of rows (M, H), which are
     multiplied again, and the unweighted gradient dy (M, H) of what the second product gives. dy and what the result has

@@ -17,6 +17,7 @@ from padless.kernels.launch import keep
 from padless.ops import launch_cache
 from padless.ops.checks import check_operands
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
+from padless.runtime.choices import BackendName
 from padless.runtime.driver import PreparedLaunch
 
 _LAUNCHES: dict[tuple[Any, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
@@ -47,7 +48,7 @@ def swiglu(
     bias: torch.Tensor | None,
     format: BlockScaledFormat | None,
     global_scale: torch.Tensor | None,
-    backend: str | None,
+    backend: BackendName | None,
 ) -> BlockScaledTensor | torch.Tensor:
     """silu(gate) * up of a @ weights of its group (+ bias), (M, N / 2), as `padless.grouped_gemm_swiglu_quant`.
 

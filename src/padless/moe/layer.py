@@ -24,7 +24,7 @@ from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import INPUT_DTYPES, quantize
-from padless.runtime.choices import ActivationKind, GateUp
+from padless.runtime.choices import ActivationKind, BackendName, GateUp
 
 if TYPE_CHECKING:
     from padless.distributed.expert_parallel import ExpertParallel
@@ -60,7 +60,7 @@ def moe(
     global_scale2: torch.Tensor | None = None,
     num_experts: int | None = None,
     out_dtype: torch.dtype | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     ep: ExpertParallel | None = None,
 ) -> torch.Tensor:
     """out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t]), plus shared[t]; (T, H).
@@ -157,7 +157,7 @@ def _moe(
     bias13: torch.Tensor | None, bias2: torch.Tensor | None, shared: torch.Tensor | None,
     global_scale1: torch.Tensor | None, global_scale2: torch.Tensor | None, activations: str,
     activation: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
-    out_dtype: torch.dtype, backend: str | None,
+    out_dtype: torch.dtype, backend: BackendName | None,
 ) -> torch.Tensor:  # fmt: skip
     first = Projection(ops.unpacked(w13, w13_scale, w13_global, w13_format, w13_layout), bias13, backend)
     second = Projection(ops.unpacked(w2, w2_scale, w2_global, w2_format, w2_layout), bias2, backend)
@@ -215,7 +215,7 @@ class Projection:
 
     weights: BlockScaledTensor
     bias: torch.Tensor | None
-    backend: str | None
+    backend: BackendName | None
 
     def product(self, a: BlockScaledTensor | torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """a @ weights of its expert, plus bias, rounded once to bfloat16; (M, N)."""

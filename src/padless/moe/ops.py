@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from padless import layouts
+from padless import layouts, row_groups
 from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, blocked_size, ceil_div
 from padless.moe import twins
 from padless.moe.activation import Activation
@@ -32,10 +32,7 @@ def call(name: str, *arguments: Any) -> Any:
 
 def is_traced(*arguments: Any) -> bool:
     """Whether a call is being compiled, or has a subclass of a tensor: a fake one, or one that traces."""
-    return torch.compiler.is_compiling() or any(
-        isinstance(a, torch.Tensor) and type(a) is not torch.Tensor and type(a) is not torch.nn.Parameter
-        for a in arguments
-    )
+    return any(isinstance(a, torch.Tensor) and row_groups.is_traced(a) for a in arguments)
 
 
 def operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 
 from padless.moe import ops
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_traced(t: torch.Tensor) -> bool:
-    """Whether a call with t, and with other tensors made as t was, is being compiled, or is one of fake tensors."""
-    return torch.compiler.is_compiling() or type(t) not in _PLAIN
+from padless.row_groups import is_traced as is_traced
 
 
 def call(name: str, first: torch.Tensor, *others: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from padless.formats import OUT_DTYPES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.table import BF16, ROUTES, format_name
-from padless.row_groups import clamped_ends
+from padless.row_groups import clamped_ends, is_readable, is_traced, row_groups_of
 
 Activation = BlockScaledTensor | torch.Tensor
 
@@ -93,9 +93,9 @@ def as_one_group(b: object) -> BlockScaledTensor:
 def _check_row_groups(a: BlockScaledTensor, offs: torch.Tensor | None, num_groups: int) -> None:
     """Raises ValueError for scales of ``a`` that were made for other groups, as far as the host can know."""
     rows = a.data.shape[0]
-    if a.row_groups is not None:
-        a.row_groups.check("a", offs, rows, num_groups, "b")
-    elif a.scale_layout == "blocked_groups" and offs is not None and offs.is_cpu:
+    if (groups := row_groups_of(a)) is not None:
+        groups.check("a", offs, rows, num_groups, "b")
+    elif a.scale_layout == "blocked_groups" and offs is not None and is_readable(offs):
         ends = clamped_ends(offs.tolist(), rows)
         needed = sum(ceil_div(end - start, TILE_ROWS) for start, end in itertools.pairwise([0, *ends]))
         tiles = a.scale.numel() // blocked_size(1, a.scale_columns)
@@ -129,8 +129,9 @@ def as_int32(a: Activation, offs: torch.Tensor) -> tuple[Activation, torch.Tenso
     if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int64 or offs.dim() != 1:
         return a, offs
     ends = offs.clamp(-1, 2**31 - 1).to(torch.int32)
-    if isinstance(a, BlockScaledTensor) and a.row_groups is not None:
-        a.row_groups.check("a", offs, a.shape[0], len(offs), "offs")
+    if isinstance(a, BlockScaledTensor) and a.offs is not None:
+        if (groups := row_groups_of(a)) is not None:
+            groups.check("a", offs, a.shape[0], len(offs), "offs")
         a = replace(a, offs=ends)
     return a, ends
 
@@ -168,13 +169,9 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
 
 
 def output(
-    a: Activation,
-    b: BlockScaledTensor | torch.Tensor,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    *,
+    a: Activation, b: BlockScaledTensor | torch.Tensor, out: torch.Tensor | None, out_dtype: torch.dtype, *,
     any_n: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """``out`` if it will do, or a new tensor. Raises ValueError.
 
     any_n: the rows of the result may start anywhere, not on 16 bytes alone.
@@ -237,8 +234,8 @@ def _about_strides(name: str, tensor: torch.Tensor) -> str:
 
 
 def check_offs_values(offs: torch.Tensor, m: int) -> None:
-    """Raises ValueError for end offsets that are no partition of rows [0, M). Waits for the device."""
-    ends = [0, *offs.tolist()]
+    """Raises ValueError for end offsets that are no partition of rows [0, M). Waits for the device; traced ones pass."""
+    ends = [] if is_traced(offs) else [0, *offs.tolist()]
     for g, (before, end) in enumerate(itertools.pairwise(ends)):
         if end < before or end > m:
             raise ValueError(
@@ -248,7 +245,7 @@ def check_offs_values(offs: torch.Tensor, m: int) -> None:
 
 
 def check_offs_aligned(offs: torch.Tensor, m_aligned: int, name: str = "offs") -> None:
-    """Raises ValueError for an end offset that is no multiple of m_aligned. Waits for the device."""
-    for group, end in enumerate(offs.tolist()):
+    """Raises ValueError for an end offset that is no multiple of m_aligned. Waits for the device; traced ones pass."""
+    for group, end in enumerate([] if is_traced(offs) else offs.tolist()):
         if end % m_aligned != 0:
             raise ValueError(f"{name}[{group}] is {end}, which is no multiple of m_aligned = {m_aligned}; use 1")

@@ -16,7 +16,7 @@ from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors, column_scale
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, Prepared, tile_of
 from padless.kernels.table import QUANT, check_config, find_route, format_name
-from padless.ops import launch_cache
+from padless.ops import launch_cache, traced
 from padless.ops.checks import (
     Activation,
     check_alignment,
@@ -27,7 +27,8 @@ from padless.ops.checks import (
 )
 from padless.reference.epilogue import epilogue_reference
 from padless.reference.gemm import grouped_gemm_reference
-from padless.runtime.devices import chosen_backend, device_of
+from padless.row_groups import is_traced
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 # --- sizes ---------------------------------------------------------------------------------------------------
 
@@ -78,14 +79,9 @@ def check_tensor(
 
 
 def with_outputs(
-    epilogue: Epilogue,
-    tensors: EpilogueTensors,
-    m: int,
-    n: int,
-    num_groups: int,
-    device: torch.device,
+    epilogue: Epilogue, tensors: EpilogueTensors, m: int, n: int, num_groups: int, device: torch.device,
     m_aligned: int = 1,
-) -> EpilogueTensors:
+) -> EpilogueTensors:  # fmt: skip
     """``tensors`` with new outputs for those that ``epilogue`` has and ``tensors`` has not.
 
     New scales in tiles start as zeros, a new amax as -inf, the rest unset.
@@ -147,14 +143,9 @@ def row_tensor(
 
 
 def prepare(
-    a: Activation,
-    b: BlockScaledTensor,
-    offs: torch.Tensor,
-    epilogue: Epilogue,
-    tensors: EpilogueTensors,
-    backend: str | None,
-    config: KernelChoice | None,
-) -> Prepared | None:
+    a: Activation, b: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors,
+    backend: BackendName | None, config: KernelChoice | None,
+) -> Prepared | None:  # fmt: skip
     """The packed launch of the fused kernel; None for the reference and where there is nothing to compute.
 
     Operands and ``tensors``, outputs included, have been checked but for what a kernel alone needs. Raises ValueError,
@@ -175,16 +166,15 @@ def prepare(
 
 
 def compute(
-    a: Activation,
-    b: BlockScaledTensor,
-    offs: torch.Tensor,
-    epilogue: Epilogue,
-    tensors: EpilogueTensors,
-    backend: str | None,
-    config: KernelChoice | None,
-    stream: int | None = None,
-) -> None:
-    """Computes every output of ``epilogue`` into ``tensors``, which has them all; operands as ``prepare`` takes them."""
+    a: Activation, b: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors,
+    backend: BackendName | None, config: KernelChoice | None, stream: int | None = None, m_aligned: int = 1,
+    check_offs: bool = False,
+) -> None:  # fmt: skip
+    """Computes every output of ``epilogue`` into ``tensors``, which has them all; operands as ``prepare`` takes them.
+    m_aligned and check_offs are for a traced call, which looks at values when it runs."""
+    if is_traced(data_of(a)):
+        traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, stream, m_aligned, check_offs)
+        return
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
         prepared.launch(launch_cache.stream_of(data_of(a)) if stream is None else stream)

@@ -14,7 +14,7 @@ from padless.formats import BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice, tile_of
 from padless.kernels.table import check_config, find_route, format_name
-from padless.ops import launch_cache
+from padless.ops import launch_cache, traced
 from padless.ops.checks import (
     Activation,
     as_int32,
@@ -29,7 +29,8 @@ from padless.ops.checks import (
 )
 from padless.ops.grouped_gemm_plain import grouped_gemm_plain
 from padless.reference.gemm import grouped_gemm_reference
-from padless.runtime.devices import chosen_backend, device_of
+from padless.row_groups import is_readable, is_traced
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor(sizes, dtype=torch.int64 if sizes == [] else None)
     if sizes.dim() != 1 or sizes.is_floating_point():
         raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {sizes.dim()}-D {sizes.dtype}")
-    if sizes.is_cpu:
+    if is_readable(sizes):
         _check_sizes(sizes.tolist())
     ends = sizes.cumsum(0)
     return ends.to(torch.int32)
@@ -63,7 +64,7 @@ def grouped_gemm(
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
@@ -123,13 +124,10 @@ def grouped_gemm(
     if check_offs:
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
-    if backend is None or backend == "cuda":
-        out, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config)
-        if missed is None:
-            return out
-    else:
-        missed = launch_cache.NOT_LOOKED_UP
-    return _run(missed, "grouped_gemm", a, b, offs, out, out_dtype, backend, config)
+    out, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config, backend)
+    if missed is None:
+        return out
+    return _run(missed, "grouped_gemm", a, b, offs, out, out_dtype, backend, config, check_offs)
 
 
 def gemm(
@@ -138,7 +136,7 @@ def gemm(
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
@@ -149,12 +147,9 @@ def gemm(
             a, b, None, dense=True, out=out, out_dtype=out_dtype, backend=backend, check_offs=False, config=config
         )
     b = cast("BlockScaledTensor", b)
-    if backend is None or backend == "cuda":
-        out, missed = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config)
-        if missed is None:
-            return out
-    else:
-        missed = launch_cache.NOT_LOOKED_UP
+    out, missed = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config, backend)
+    if missed is None:
+        return out
     return _run(missed, "gemm", a, b, None, out, out_dtype, backend, config)
 
 
@@ -162,22 +157,19 @@ def gemm(
 
 
 def _run(
-    missed: launch_cache.Missed,
-    operation: str,
-    a: Activation,
-    b: BlockScaledTensor,
-    offs: torch.Tensor | None,
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str | None,
-    config: KernelChoice | None,
-) -> torch.Tensor:
+    missed: launch_cache.Missed, operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None,
+    out: torch.Tensor | None, out_dtype: torch.dtype, backend: BackendName | None, config: KernelChoice | None,
+    check_offs: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """A call that is not like one before: check, find, prepare, launch. The weights of "gemm" come as (N, K)."""
     # Check what any way of computing needs.
     refuse_gradients(a=a, b=b, out=out)
     weights = as_one_group(b) if operation == "gemm" else b
     if not missed.checked:
         check_operands(operation, a, weights, offs)
+    if is_traced(data_of(a)):
+        result = output(a, weights, out, out_dtype, any_n=True)  # kernels differ in it: looked at when the program runs
+        return traced.product(a, b, offs, result, backend, check_offs, config)
     backend = chosen_backend(backend, data_of(a))
     if backend == "reference":
         check_config(operation, format_name(a), b.format.name, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from padless.kernels.launch import KernelChoice
 from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_offs_values, check_operands, data_of
 from padless.ops.epilogue_checks import check_tensors
 from padless.ops.epilogue_run import check_columns, check_m_aligned, compute, with_outputs
+from padless.runtime.choices import BackendName
 
 
 def grouped_gemm_epilogue(
@@ -23,7 +24,7 @@ def grouped_gemm_epilogue(
     tensors: EpilogueTensors | None = None,
     *,
     m_aligned: int = 1,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: KernelChoice | None = None,
     stream: int | None = None,
     check_offs: bool = False,
@@ -64,12 +65,12 @@ def grouped_gemm_epilogue(
         check_offs_values(offs, m)
         check_offs_aligned(offs, m_aligned)
     complete = with_outputs(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
-    compute(a, b, offs, epilogue, complete, backend, config, stream)
+    compute(a, b, offs, epilogue, complete, backend, config, stream, m_aligned, check_offs)
     return complete
 
 
 def _detached(tensors: EpilogueTensors) -> EpilogueTensors:
     """``tensors`` cut off from their graphs; a ValueError where one requires grad with grad mode on."""
-    given = {name: t for name, t in vars(tensors).items() if isinstance(t, torch.Tensor)}
-    cut = {name: detached(f"tensors.{name}", t) for name, t in given.items()}
+    given = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    cut = {name: detached(f"tensors.{name}", t) for name, t in given.items() if isinstance(t, torch.Tensor)}
     return replace(tensors, **cut)  # type: ignore[arg-type]  # none of them is column_tiles

@@ -12,10 +12,12 @@ from padless.kernels.launch import keep
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
+from padless.ops import traced
 from padless.ops.checks import as_one_group, check_alignment, check_operands, check_operands_of_kernel, describe
 from padless.ops.launch_cache import stream_of
 from padless.reference.gemm import gemm_reference
-from padless.runtime.devices import chosen_backend, device_of
+from padless.row_groups import is_traced
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 
 def grouped_gemm_list(
@@ -25,7 +27,7 @@ def grouped_gemm_list(
     out: Sequence[torch.Tensor] | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     alpha: torch.Tensor | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: Sm100GroupedConfig | None = None,
 ) -> list[torch.Tensor]:
     """Multiplies problem by problem, out[i] = alpha[i] * a[i] @ b[i].T, in one launch. On Blackwell.
@@ -51,6 +53,8 @@ def grouped_gemm_list(
     """
     refuse_gradients(a=a, b=b, out=out, alpha=alpha)
     outputs = _check(a, b, out, out_dtype, alpha)
+    if outputs and is_traced(outputs[0]):
+        return traced.products(a, b, outputs, alpha, backend, config)
     if config is not None and not isinstance(config, Sm100GroupedConfig):
         raise ValueError(f"config is a {type(config).__name__}; grouped_gemm_list takes a Sm100GroupedConfig")
     kept = [i for i, d in enumerate(outputs) if d.numel() > 0]
@@ -108,12 +112,9 @@ def _reference(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, al
 
 
 def _check(
-    a: Sequence[BlockScaledTensor],
-    b: Sequence[BlockScaledTensor],
-    out: Sequence[torch.Tensor] | None,
-    out_dtype: torch.dtype,
-    alpha: torch.Tensor | None,
-) -> list[torch.Tensor]:
+    a: Sequence[BlockScaledTensor], b: Sequence[BlockScaledTensor], out: Sequence[torch.Tensor] | None,
+    out_dtype: torch.dtype, alpha: torch.Tensor | None,
+) -> list[torch.Tensor]:  # fmt: skip
     """The outputs, made if there are none. Raises ValueError."""
     if len(a) != len(b) or (out is not None and len(out) != len(a)):
         raise ValueError(f"a has {len(a)} problems, b {len(b)} and out {'none' if out is None else len(out)}")

@@ -11,6 +11,7 @@ from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.sm90_bf16_plain import host
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
+from padless.ops import traced
 from padless.ops.checks import (
     check_alignment,
     check_ends,
@@ -23,7 +24,8 @@ from padless.ops.checks import (
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
-from padless.runtime.devices import chosen_backend, device_of
+from padless.row_groups import is_traced
+from padless.runtime.devices import BackendName, chosen_backend, device_of
 
 _K_MULTIPLE = 8  # rows start at multiples of 16 bytes
 
@@ -36,7 +38,7 @@ def grouped_gemm_plain(
     dense: bool,
     out: torch.Tensor | None,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: BackendName | None,
     check_offs: bool,
     config: Any,
 ) -> torch.Tensor:
@@ -61,6 +63,8 @@ def grouped_gemm_plain(
     if check_offs and offs is not None:
         check_offs_values(offs, a.shape[0])
     result = output(a, weights, out, out_dtype)
+    if is_traced(a):
+        return traced.product(a, b, offs, result, backend, check_offs, config)
     backend = chosen_backend(backend, a)
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs

@@ -13,13 +13,15 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.layouts import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
+from padless.ops import traced
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
-from padless.runtime.devices import device_of
+from padless.row_groups import is_traced
+from padless.runtime.devices import BackendName, device_of
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
 
@@ -32,7 +34,7 @@ def grouped_gemm_wgrad(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: WgradConfig | Bf16WgradConfig | None = None,
 ) -> torch.Tensor:
     """Multiplies along each group's tokens: out[g] (+)= dY[rows of g]^T @ X[rows of g].
@@ -87,7 +89,7 @@ def _of_copies(
     out: torch.Tensor | None,
     accumulate: bool,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: BackendName | None,
     config: object,
 ) -> torch.Tensor:
     refuse_gradients(dy=dy, x=x, out=out)
@@ -100,6 +102,8 @@ def _of_copies(
     _check_operands(dy, x)
     shape = (dy.num_groups, dy.features, x.features)
     result = gradient_output(shape, dy.data.device, out, out_dtype, accumulate)
+    if is_traced(result):
+        return traced.wgrad_of_columns(dy, x, result, accumulate, backend, config)
     if backend is None:
         backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":
@@ -177,7 +181,7 @@ def _check_columns(name: str, operand: GroupedColumns, dy: GroupedColumns) -> No
         tensor = getattr(operand, part)
         if tensor.device != dy.data.device:
             raise ValueError(f"{name}.{part} is on {tensor.device} and dy.data on {dy.data.device}; move one of them")
-        if tensor.data_ptr() % 16 != 0:
+        if not is_traced(tensor) and tensor.data_ptr() % 16 != 0:
             raise ValueError(f"{name}.{part} starts at an address that is no multiple of 16 bytes; copy it")
     if groups > 0 and (tokens == 0 or scale.shape[0] == 0):
         raise ValueError(

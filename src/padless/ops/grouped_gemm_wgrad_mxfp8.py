@@ -12,7 +12,7 @@ from padless.ops.checks import check_alignment, check_ends, check_rows, describe
 from padless.ops.remembered import launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
-from padless.runtime.devices import device_of
+from padless.runtime.devices import BackendName, device_of
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 _MULTIPLE = 16  # of features: rows of codes and of the output start at multiples of 16 bytes
@@ -26,7 +26,7 @@ def grouped_gemm_wgrad_mxfp8(
     out: torch.Tensor | None = None,
     accumulate: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: Sm100WgradConfig | None = None,
 ) -> torch.Tensor:
     """out[g] (+)= dY[rows of g]^T @ X[rows of g], (G, N, K), of MXFP8 operands with scales along the tokens.

@@ -8,12 +8,14 @@ from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
+from padless.ops import traced
 from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
-from padless.runtime.devices import device_of
+from padless.row_groups import is_traced
+from padless.runtime.devices import BackendName, device_of
 
 _FEATURES_MULTIPLE, _LEAST_FEATURES = 8, 16  # rows start at multiples of 16 bytes
 
@@ -26,7 +28,7 @@ def grouped_gemm_wgrad_rows(
     out: torch.Tensor | None,
     accumulate: bool,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: BackendName | None,
     config: object,
 ) -> torch.Tensor:
     """out[g] (+)= dy[rows of g]^T @ x[rows of g], (G, N, K): ``grouped_gemm_wgrad`` for dy (M, N) and x (M, K)."""
@@ -43,6 +45,8 @@ def grouped_gemm_wgrad_rows(
     ends = _check_operands(dy, x, offs)
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
+    if is_traced(result):
+        return traced.wgrad_of_rows(dy, x, ends, result, accumulate, backend, config)
     if backend is None:
         backend = "cuda" if result.is_cuda else "reference"
     if backend == "reference":

@@ -17,6 +17,7 @@ import torch
 
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.kernels.launch import keep
+from padless.row_groups import is_traced
 from padless.runtime.driver import PreparedLaunch
 
 # The handle of torch's current stream on a device, by index. A torch without CUDA has no such function and no tensors
@@ -50,12 +51,12 @@ _MAX_OUTPUTS = 256
 
 
 def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts] | None:
-    """A key that tells most calls apart, and everything that a launch depends on; None for what is not on a GPU.
+    """A key that tells most calls apart, and all that a launch depends on; None for what is not on a GPU, or traced.
 
     None too for what a memory of launches cannot speak for, since it changes without the addresses: what requires grad
     while grad mode is on, and scales that were made for other groups than those of offs.
     """
-    if type(b) is not BlockScaledTensor or not b.data.is_cuda:
+    if type(b) is not BlockScaledTensor or not b.data.is_cuda or is_traced(b.data):
         return None
     w, w_scale = b.data, b.scale
     if type(a) is BlockScaledTensor:
@@ -129,13 +130,15 @@ NOT_LOOKED_UP = Missed(None, None)  # a call that nothing is remembered of
 
 
 def launch_again(
-    operation: str, a: Any, b: Any, offs: Any, out: Any, out_dtype: torch.dtype, config: object
+    operation: str, a: Any, b: Any, offs: Any, out: Any, out_dtype: torch.dtype, config: object, backend: str | None
 ) -> tuple[Any, Missed | None]:
     """Launches a call like one that was remembered: (output, None). Where there is none: (``out``, what was missed).
 
     For operands that are known and no ``out`` the output is a new one, to be packed for: another allocation would have
     another address every time.
     """
+    if backend is not None and backend != "cuda":
+        return out, NOT_LOOKED_UP
     found = _facts_of(operation, a, b, offs)
     if found is None or (known := _KNOWN.get(found[0])) is None or known.facts != found[1]:
         return out, Missed(found, None)

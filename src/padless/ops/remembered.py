@@ -9,6 +9,7 @@ import torch
 
 from padless.kernels.launch import keep
 from padless.ops.launch_cache import stream_of
+from padless.row_groups import is_traced
 from padless.runtime.driver import PreparedLaunch
 
 # A packed launch depends on addresses, shapes and strides alone; all of them are compared again at every call, and no
@@ -18,10 +19,10 @@ _MOST_LAUNCHES = 4096
 
 
 def facts_of(settings: tuple[Any, ...], *tensors: Any) -> tuple[Any, ...] | None:
-    """Everything that a launch of these tensors depends on beside ``settings``; None where one is no tensor."""
+    """All that a launch of these tensors depends on beside ``settings``; None where one is no tensor, or traced."""
     facts = list(settings)
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or is_traced(tensor):
             return None
         facts += [tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device]
     return tuple(facts)

@@ -27,7 +27,8 @@ from padless.formats import (
 )
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
-from padless.row_groups import is_integers
+from padless.quantization import traced
+from padless.row_groups import is_integers, is_traced, row_groups_of
 from padless.runtime.choices import Kind, ScaleLayout, ScaleMajor, ScaleRule
 from padless.runtime.devices import on_device_of
 
@@ -82,12 +83,14 @@ def quantize(
     _check_x(x, format, kind)
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
-    on_gpu = x.is_cuda and has_triton()
     if rows is not None:
         _check_rows(rows, x, format, kind, global_scale)
         rows = rows.contiguous()
-        if not on_gpu:
-            x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
+    if is_traced(x):
+        return traced.quantized(x, format, kind, major, rule, scale_layout, global_scale, offs, rows)
+    on_gpu = x.is_cuda and has_triton()
+    if rows is not None and not on_gpu:
+        x, rows = x[rows.to(torch.int64).clamp(0, max(x.shape[0] - 1, 0))], None
     with on_device_of(x):
         if format == FP8_BLOCK:
             return _quantize_fp8_block(x, kind, major, rows, on_gpu)
@@ -113,8 +116,8 @@ def dequantize(
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
     refuse_gradients(t=t)
-    if t.row_groups is not None and offs is not None:
-        t.row_groups.check("t", offs, t.shape[0], len(offs), "offs")
+    if offs is not None and (groups := row_groups_of(t)) is not None:
+        groups.check("t", offs, t.shape[0], len(offs), "offs")
     block_rows, block_k = t.format.block("activation" if t.is_activation else "weight")
     scale = layouts.plain_scale(t, offs).to(torch.float32)
     codes = layouts.unpack_fp4(t.data) if t.format.codes_per_byte == 2 else t.data
@@ -148,13 +151,9 @@ def _quantize_fp8_block(
 
 
 def _row_blocks_torch(
-    x: torch.Tensor,
-    format: BlockScaledFormat,
-    scale_rule: str,
-    scale_layout: str,
-    offs: torch.Tensor | None,
+    x: torch.Tensor, format: BlockScaledFormat, scale_rule: str, scale_layout: str, offs: torch.Tensor | None,
     factors: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(data, scale) of the formats whose blocks lie in one row; factors: NVFP4's, (2,) or (groups, 2)."""
     if factors is None:
         codes, scale = quantize_rules.mx(x, format, scale_rule)
@@ -177,10 +176,7 @@ def _nvfp4_global(
     if on_gpu:
         from padless.quantization.triton import global_scale as quantize_triton_global
     if global_scale is not None:
-        if isinstance(global_scale, torch.Tensor):
-            given = global_scale.detach().to(dtype=torch.float32, device=x.device)
-        else:
-            given = torch.full((), global_scale, dtype=torch.float32, device=x.device)  # no copy from the host
+        given = traced.float32_scale(global_scale, x.device)
         groups = x.shape[0] if x.dim() == 3 else len(offs) if offs is not None else 1
         if given.dim() > 1 or given.numel() not in (1, groups):
             raise ValueError(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import get_args
 
 import torch
 
 from padless.runtime import driver, jit
+from padless.runtime.choices import BackendName as BackendName
 
 CAPABILITIES = {(9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell"}
-NAMES = ("cuda", "emulator", "emulator:sm_100a", "reference")
+NAMES: tuple[BackendName, ...] = get_args(BackendName)
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,12 @@ def backends() -> dict[str, Backend]:
     return {backend.name: backend for backend in found}
 
 
-def chosen_backend(backend: str | None, tensor: torch.Tensor) -> str:
+def chosen_backend(backend: BackendName | None, tensor: torch.Tensor) -> BackendName:
     """``backend``; where it is None "cuda" for a tensor on a GPU, else "reference"."""
     return ("cuda" if tensor.is_cuda else "reference") if backend is None else backend
 
 
-def device_of(backend: str, tensor: torch.Tensor) -> driver.Driver:
+def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
     """The device that executes kernels on ``tensor``: the GPU by its driver, or the emulator.
 
     Raises ValueError where ``backend`` is unknown, not available here, or not for the tensor's device.

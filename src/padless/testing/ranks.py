@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from padless.runtime.choices import Exchange
+
 GROUP_SECONDS = 60.0  # after which a collective call that others do not make is an error
 # NVLink multicast is a resource of the whole host, and these processes may be killed.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -28,13 +30,13 @@ class Rank:
     rank: int
     size: int
     device: torch.device
-    backend: str
+    backend: Exchange
 
 
 class RankPool:
     """Ranks of a new group, NCCL with a GPU each, or gloo, that call one function after the other; a context manager."""
 
-    def __init__(self, size: int, *, cuda: bool, backend: str) -> None:
+    def __init__(self, size: int, *, cuda: bool, backend: Exchange) -> None:
         self._size, self._cuda, self._backend = size, cuda, backend
         self._ranks: list[tuple[Any, Any]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -96,7 +98,7 @@ class RankPool:
 
 
 def run_ranks(
-    function: Callable[..., Any], size: int, *arguments: Any, cuda: bool, backend: str, timeout_s: float
+    function: Callable[..., Any], size: int, *arguments: Any, cuda: bool, backend: Exchange, timeout_s: float
 ) -> list[Any]:
     """`RankPool.call` on ranks of its own."""
     with RankPool(size, cuda=cuda, backend=backend) as pool:
@@ -115,7 +117,7 @@ def raise_first(results: list[Any]) -> list[Any]:
     return results
 
 
-def _serve(rank: int, size: int, folder: str, cuda: bool, backend: str, pipe: Any) -> None:
+def _serve(rank: int, size: int, folder: str, cuda: bool, backend: Exchange, pipe: Any) -> None:
     """A rank's process: calls what comes through the pipe until it is killed."""
     torch.set_num_threads(1)
     for name, value in NO_MULTICAST.items():

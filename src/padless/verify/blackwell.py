@@ -18,6 +18,7 @@ from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.ops.grouped_gemm import gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
+from padless.runtime.choices import BackendName
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import values_of
 from padless.testing.operands import in_layout, moved
@@ -42,13 +43,13 @@ LISTS: tuple[Sm100GroupedConfig | None, ...] = (
 )
 
 
-def check_dense_mxfp8(problems: int = PRODUCTS, device: str = "cuda", backend: str | None = None) -> str:
+def check_dense_mxfp8(problems: int = PRODUCTS, device: str = "cuda", backend: BackendName | None = None) -> str:
     """Raises AssertionError where a bit of a dense MXFP8 product is wrong, or one outside of it was written."""
     elements = sum(judge() for judge in dense_launches(problems, device, backend))
     return f"{problems} products, {elements} elements, every bit right"
 
 
-def dense_launches(problems: int, device: str, backend: str | None) -> Iterator[Judge]:
+def dense_launches(problems: int, device: str, backend: BackendName | None) -> Iterator[Judge]:
     """Launches random dense products one by one, each time with its judge."""
     for seed in range(problems):
         draw, generator = random.Random(f"dense {seed}"), torch.Generator().manual_seed(seed)
@@ -64,13 +65,13 @@ def dense_launches(problems: int, device: str, backend: str | None) -> Iterator[
         yield partial(_judge_product, guarded, guarded.out, (a, b), None, what)
 
 
-def check_problem_lists(problems: int = PROBLEM_LISTS, device: str = "cuda", backend: str | None = None) -> str:
+def check_problem_lists(problems: int = PROBLEM_LISTS, device: str = "cuda", backend: BackendName | None = None) -> str:
     """Raises AssertionError where a bit of a list of products is wrong, or one outside of them was written."""
     elements = sum(judge() for judge in list_launches(problems, device, backend))
     return f"{problems} lists, {elements} elements, every bit right"
 
 
-def list_launches(problems: int, device: str, backend: str | None) -> Iterator[Judge]:
+def list_launches(problems: int, device: str, backend: BackendName | None) -> Iterator[Judge]:
     """Launches random lists one by one, each time with the judges of its products."""
     for seed in range(problems):
         draw, generator = random.Random(f"list {seed}"), torch.Generator().manual_seed(seed)

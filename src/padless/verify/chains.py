@@ -17,6 +17,7 @@ from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledFormat, BlockSca
 from padless.kernels.table import ROUTES, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
+from padless.runtime.choices import BackendName
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
 from padless.verify.emulator.kernels import backend_of
@@ -39,7 +40,7 @@ class Chain:
     inputs: tuple[Input, Input]
     given: Input
     out: torch.Tensor
-    backend: str | None
+    backend: BackendName | None
 
     def load(self, which: int) -> None:
         """Copies an input to where the first layer reads it."""
@@ -79,7 +80,7 @@ def _input(sizes: Sequence[int], format: BlockScaledFormat, generator: torch.Gen
     return moved(x, device), group_offsets(sizes).to(device)
 
 
-def make_chain(format: BlockScaledFormat, device: str, backend: str | None, seed: int = 0) -> Chain:
+def make_chain(format: BlockScaledFormat, device: str, backend: BackendName | None, seed: int = 0) -> Chain:
     """A chain whose values keep their size from layer to layer."""
     generator = torch.Generator().manual_seed(seed)
     weights = tuple(

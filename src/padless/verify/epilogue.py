@@ -17,6 +17,7 @@ from padless.epilogue import Epilogue
 from padless.kernels.table import Route
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.reference.epilogue import epilogue_reference
+from padless.runtime.choices import BackendName
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
@@ -46,7 +47,7 @@ def _on_gpu(problem: EpilogueProblem) -> Outputs:
     return run_problem(problem, "cuda", None)
 
 
-def _sums(problem: EpilogueProblem, device: str, backend: str | None) -> torch.Tensor:
+def _sums(problem: EpilogueProblem, device: str, backend: BackendName | None) -> torch.Tensor:
     """The float32 GEMM by the kernel that the quantising call takes."""
     a, b, offs = (moved(t, device) for t in (problem.a, problem.b, problem.offs))
     chosen = problem.options.get("config")

@@ -18,7 +18,7 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.row_groups import clamped_ends
-from padless.runtime.choices import Kind, ScaleMajor
+from padless.runtime.choices import BackendName, Kind, ScaleMajor
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import float64_rows, row_errors
 from padless.testing.operands import mn_major_in_nan, moved
@@ -314,7 +314,7 @@ CALLS = {name: (check.shapes, check.variants) for name, check in _CHECKS.items()
 CALLS["padless.verify.fp8_block"] = (_SMALL, _SMALL_VARIANTS)
 
 
-def rehearse(shapes: Sequence[Shape], variants: Sequence[Variant], backend: str) -> None:
+def rehearse(shapes: Sequence[Shape], variants: Sequence[Variant], backend: BackendName) -> None:
     """Calls of CALLS on the CPU, by ``backend``; nobody looks at the outputs."""
     for shape in shapes:
         operands = random_operands(*shape, device="cpu")

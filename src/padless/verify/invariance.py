@@ -24,6 +24,7 @@ from padless.kernels.table import BF16, QUANT, ROUTES, Route, find_route, format
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.quantization.quantize import quantize
+from padless.runtime.choices import BackendName
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import Activation, groups_of, in_layout, moved, quantized, rows_of
@@ -96,7 +97,7 @@ def random_problem(route: Route, seed: int, factor: int = 1) -> InvarianceProble
 class _Calls:
     """The calls of a problem on a device, and the product that every row of them is compared with."""
 
-    def __init__(self, problem: InvarianceProblem, device: str, backend: str | None) -> None:
+    def __init__(self, problem: InvarianceProblem, device: str, backend: BackendName | None) -> None:
         self.problem = replace(problem, a=moved(problem.a, device), b=moved(problem.b, device))
         self.device, self.backend = device, backend
         self.options: dict[str, Any] = {"backend": backend, "config": problem.kernel}
@@ -131,7 +132,7 @@ class _Calls:
 
 
 def launches(
-    problem: InvarianceProblem, device: str, backend: str | None, surroundings: Sequence[str] | None = None
+    problem: InvarianceProblem, device: str, backend: BackendName | None, surroundings: Sequence[str] | None = None
 ) -> Iterator[Judge]:
     """Multiplies the problem and then its rows in other surroundings, each time with the judge of what came out.
 
@@ -286,7 +287,7 @@ def _quantized(problem: InvarianceProblem, whole: torch.Tensor, codes: BlockScal
     return codes.data.numel()
 
 
-def settings_of(backend: str | None) -> AbstractContextManager[object]:
+def settings_of(backend: BackendName | None) -> AbstractContextManager[object]:
     """Multiprocessors enough for the largest cluster, where the emulator runs the kernels."""
     if backend is None or not backend.startswith("emulator"):
         return nullcontext()
@@ -298,7 +299,7 @@ def settings_of(backend: str | None) -> AbstractContextManager[object]:
 def judge_problem(
     problem: InvarianceProblem,
     device: str = "cuda",
-    backend: str | None = None,
+    backend: BackendName | None = None,
     surroundings: Sequence[str] | None = None,
 ) -> int:
     """Elements that were compared. Raises AssertionError at the first surroundings in which a row has other bits."""

@@ -47,7 +47,7 @@ def _exhaust(launches: Callable[..., Iterator[object]], problems: int, arch: str
         pass
 
 
-def _on_backend(rehearse: Callable[[str], object], arch: str) -> None:
+def _on_backend(rehearse: Callable[..., object], arch: str) -> None:
     rehearse(backend_of(arch))
 
 

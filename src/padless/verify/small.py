@@ -20,6 +20,7 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.table import BF16, Route, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
+from padless.runtime.choices import BackendName
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import moved
@@ -82,7 +83,7 @@ def _configs(route: Route, m: int) -> list[KernelChoice | None]:
     return [None]
 
 
-def small_launches(device: str = "cuda", backend: str | None = None, arch: str | None = None) -> int:
+def small_launches(device: str = "cuda", backend: BackendName | None = None, arch: str | None = None) -> int:
     """Launches all of them; returns how many. AssertionError where a fence was written or a row was not."""
     count = 0
     for judges in launches(device, backend, cuda_driver().arch if arch is None else arch):
@@ -92,7 +93,7 @@ def small_launches(device: str = "cuda", backend: str | None = None, arch: str |
     return count
 
 
-def launches(device: str, backend: str | None, arch: str) -> Iterator[Iterable[Callable[[], object]]]:
+def launches(device: str, backend: BackendName | None, arch: str) -> Iterator[Iterable[Callable[[], object]]]:
     """Makes one launch after the other, each time with what looks at its outputs."""
     draw = random.Random(0)
     for route in small_routes(arch):

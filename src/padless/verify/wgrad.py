@@ -12,6 +12,7 @@ from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig
 from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
+from padless.runtime.choices import BackendName
 from padless.verify.problems.wgrad import (
     ADDING,
     SHAPES,
@@ -49,7 +50,7 @@ def _reference(dy: GroupedColumns, x: GroupedColumns) -> torch.Tensor:
     return grouped_gemm_wgrad_reference(dy, x, out_dtype=torch.float32, accumulation="tensor_core")
 
 
-def check_bits(shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
+def check_bits(shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None) -> str:
     """Every shape, kernel and alignment: the bits of the reference, in outputs of poison between guards."""
     results = elements = 0
     for shape, mode, any_code in itertools.product(shapes, MODES, (False, True)):
@@ -71,7 +72,9 @@ def same_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.contiguous().view(kind) == b.contiguous().view(kind)
 
 
-def check_independence(shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
+def check_independence(
+    shapes: Sequence[WgradShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None
+) -> str:
     """NaN in every code of others, groups padded to 128 tokens with zeros, groups in another order: the same bits."""
     count = 0
     for shape, config in itertools.product(shapes, VARIANTS):
@@ -87,7 +90,7 @@ def check_independence(shapes: Sequence[WgradShape] = SHAPES, device: str = "cud
     return f"{count} changes of other groups that change no bit"
 
 
-def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
+def check_accumulation(device: str = "cuda", backend: BackendName | None = None) -> str:
     """Four microbatches in one stream: what the first stored, and a float32 addition for each of the others."""
     configs = [*(c for c in VARIANTS if c.out_dtype == torch.float32), *ADDING]
     for config in configs:
@@ -114,7 +117,7 @@ def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
     return f"{len(configs)} kernels accumulate in float32, subnormal numbers too"
 
 
-def _check_subnormals(device: str, backend: str | None) -> None:
+def _check_subnormals(device: str, backend: BackendName | None) -> None:
     """Raises AssertionError unless a subnormal number added to another gives their sum."""
     dy, x = (moved(operand, device) for operand in random_operands(_SMALL[0], "1d2d"))
     tiny = (
@@ -131,7 +134,7 @@ def _check_subnormals(device: str, backend: str | None) -> None:
         assert same_bits(run(*tiny, adding, backend, part.clone()), wanted), "subnormal numbers are not added"
 
 
-def check_repeats(device: str = "cuda", backend: str | None = None) -> str:
+def check_repeats(device: str = "cuda", backend: BackendName | None = None) -> str:
     """The same call many times over gives the same bits: one that moves is a race."""
     for config in VARIANTS:
         dy, x = (moved(operand, device) for operand in random_operands(_REPEATED, config.mode, 2))
@@ -170,7 +173,7 @@ def check_graph_replay() -> str:
     return "replay sees new values and new sizes of groups"
 
 
-def small_launches(device: str = "cuda", backend: str | None = None) -> int:
+def small_launches(device: str = "cuda", backend: BackendName | None = None) -> int:
     """A few small launches of every kernel, stored and accumulated, for compute-sanitizer; returns how many."""
     count = 0
     for shape, config in itertools.product(_SMALL, VARIANTS):
@@ -182,7 +185,7 @@ def small_launches(device: str = "cuda", backend: str | None = None) -> int:
     return count
 
 
-def rehearse(backend: str) -> None:
+def rehearse(backend: BackendName) -> None:
     """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
     for config in (*VARIANTS, None):
         mode = "1d2d" if config is None else config.mode

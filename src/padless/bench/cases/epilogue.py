@@ -29,6 +29,7 @@ from padless.bench.report import table
 from padless.bench.results import Record, ratios
 from padless.bench.session import Session
 from padless.formats import FP8_BLOCK
+from padless.runtime.choices import BackendName
 from padless.testing.timing import Call, Timer
 
 GEMM = "gemm bf16"
@@ -50,7 +51,7 @@ def grid(name: str, seed: int) -> list[Point]:
     return points
 
 
-def calls(problem: GroupedProblem, backend: str | None = None) -> dict[str, Call]:
+def calls(problem: GroupedProblem, backend: BackendName | None = None) -> dict[str, Call]:
     """Every contender of a problem, by name."""
     from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
     from padless.ops.grouped_gemm import grouped_gemm
@@ -87,7 +88,7 @@ def calls(problem: GroupedProblem, backend: str | None = None) -> dict[str, Call
     }
 
 
-def compare(problem: GroupedProblem, backend: str | None = None) -> Record:
+def compare(problem: GroupedProblem, backend: BackendName | None = None) -> Record:
     """Codes and scales of "fused rows" that are not those of quantize() of the float32 GEMM, and how many there are."""
     from padless.ops.grouped_gemm import grouped_gemm
     from padless.quantization.quantize import quantize
@@ -101,7 +102,7 @@ def compare(problem: GroupedProblem, backend: str | None = None) -> Record:
     return {"codes": codes.numel(), "wrong_codes": int(codes.sum()), "wrong_scales": int(scales.sum())}
 
 
-def measure(problem: GroupedProblem, timer: Timer, backend: str | None = None) -> Record:
+def measure(problem: GroupedProblem, timer: Timer, backend: BackendName | None = None) -> Record:
     """One point's record: times, what differs, and what a contender raised."""
     usable: dict[str, Call] = {}
     errors: dict[str, str] = {}

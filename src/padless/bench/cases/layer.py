@@ -35,6 +35,7 @@ from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
 from padless.bench.traffic import make_traffic
 from padless.formats import FP8_BLOCK
+from padless.runtime.choices import BackendName
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Call, Timer, capture
@@ -49,7 +50,7 @@ TOLERANCE = {BF16: 0.02, TODAY: 0.1, DEEPGEMM: 0.1, PADLESS: 0.1}
 # --- contenders ------------------------------------------------------------------------------------------
 
 
-def calls(problem: LayerProblem, peers: Sequence[Peer] = (), backend: str | None = None) -> dict[str, Call]:
+def calls(problem: LayerProblem, peers: Sequence[Peer] = (), backend: BackendName | None = None) -> dict[str, Call]:
     """Every contender of a problem, by name; each returns (T, H) bfloat16."""
     found: dict[str, Call] = {
         BF16: lambda: bf16_layer(problem),
@@ -64,7 +65,7 @@ def calls(problem: LayerProblem, peers: Sequence[Peer] = (), backend: str | None
     return found
 
 
-def padless_layer(problem: LayerProblem, backend: str | None = None) -> torch.Tensor:
+def padless_layer(problem: LayerProblem, backend: BackendName | None = None) -> torch.Tensor:
     """The public call."""
     from padless.moe import moe
 
@@ -99,7 +100,7 @@ def bf16_layer(problem: LayerProblem) -> torch.Tensor:
     return _summed(problem, y, order, inverse)
 
 
-def layer_of_torch_passes(problem: LayerProblem, backend: str | None = None) -> torch.Tensor:
+def layer_of_torch_passes(problem: LayerProblem, backend: BackendName | None = None) -> torch.Tensor:
     """padless' public calls on rows that torch gathers and sums."""
     from padless.compat.cudnn.calls import grouped_gemm_swiglu_quant
     from padless.ops.grouped_gemm import grouped_gemm
@@ -157,7 +158,7 @@ def joined_passes(problem: LayerProblem) -> Call:
     return all_of_them
 
 
-def products(problem: LayerProblem, backend: str | None = None) -> Call:
+def products(problem: LayerProblem, backend: BackendName | None = None) -> Call:
     """The two products of the layer, activation and quantization in the first one's epilogue, and nothing else."""
     from padless.moe import Activation, route_quantize
     from padless.moe.layer import Projection
@@ -198,7 +199,7 @@ def check(problem: LayerProblem, found: dict[str, Call]) -> tuple[dict[str, Call
 
 
 def measure_layer(
-    problem: LayerProblem, peers: Sequence[Peer], timer: Timer, *, graphs: bool, backend: str | None = None
+    problem: LayerProblem, peers: Sequence[Peer], timer: Timer, *, graphs: bool, backend: BackendName | None = None
 ) -> Record:
     """One point's record: checks, and microseconds of every contender that is right and of the passes.
 

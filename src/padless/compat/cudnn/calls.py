@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from padless.compat.cudnn.given import format_from, into
+from padless.compat.cudnn.given import format_from, into, without_locals
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP
 from padless.compat.cudnn.outputs import QuantOutputs, pack
@@ -18,9 +18,30 @@ from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.ops.epilogue_run import compute, with_outputs
-from padless.runtime.choices import OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
+from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
 
 
+def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
+    """The result of a call; given: its arguments, by name."""
+    check_others(call, given.pop("others"))
+    if (gate_up := given.get("gate_up", "concatenated")) not in GATE_UP:
+        raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
+    if not given.pop("generate_amax"):
+        given["return_amax"] = False
+    given["d_dtype"] = given["d_dtype"] or torch.bfloat16
+    out = format_from(given.pop("out"), given)
+    request = CudnnRequest(**given)
+    resolved = request.resolve()
+    o, epilogue = resolved.operands, resolved.epilogue
+    tensors = into(out, epilogue, resolved.tensors, o)
+    tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
+    stream = stream_handle(request.current_stream)
+    how = (request.backend, request.config, stream, request.m_aligned, request.check_offs)
+    compute(o.a, o.b, o.offs, epilogue, tensors, *how)
+    return pack(epilogue, tensors, o)
+
+
+@without_locals(_run)
 def grouped_gemm_quant(
     *,
     a_tensor: torch.Tensor | BlockScaledTensor,
@@ -49,7 +70,7 @@ def grouped_gemm_quant(
     return_amax: bool | None = None,
     generate_amax: bool = True,
     semantics: Semantics = "implementation",
-    backend: str | None = None,
+    backend: BackendName | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
     out: BlockScaledTensor | None = None,
@@ -110,6 +131,7 @@ def grouped_gemm_quant(
     return _run("grouped_gemm_quant", locals())
 
 
+@without_locals(_run)
 def grouped_gemm_swiglu_quant(
     *,
     gate_up: SwigluGateUp,
@@ -139,7 +161,7 @@ def grouped_gemm_swiglu_quant(
     return_amax: bool | None = None,
     generate_amax: bool = True,
     semantics: Semantics = "implementation",
-    backend: str | None = None,
+    backend: BackendName | None = None,
     check_offs: bool = False,
     config: KernelChoice | None = None,
     out: BlockScaledTensor | None = None,
@@ -154,23 +176,4 @@ def grouped_gemm_swiglu_quant(
 
     All else as grouped_gemm_quant.
     """
-    if gate_up not in GATE_UP:
-        raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
     return _run("grouped_gemm_swiglu_quant", locals())
-
-
-def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
-    """The result of a call; given: its arguments, by name."""
-    check_others(call, given.pop("others"))
-    if not given.pop("generate_amax"):
-        given["return_amax"] = False
-    given["d_dtype"] = given["d_dtype"] or torch.bfloat16
-    out = format_from(given.pop("out"), given)
-    request = CudnnRequest(**given)
-    resolved = request.resolve()
-    o, epilogue = resolved.operands, resolved.epilogue
-    tensors = into(out, epilogue, resolved.tensors, o)
-    tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
-    stream = stream_handle(request.current_stream)
-    compute(o.a, o.b, o.offs, epilogue, tensors, request.backend, request.config, stream)
-    return pack(epilogue, tensors, o)

@@ -16,7 +16,7 @@ from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
-from padless.runtime.choices import Semantics, SwigluGateUp
+from padless.runtime.choices import BackendName, Semantics, SwigluGateUp
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -159,7 +159,7 @@ class GroupedGemmQuant:
         discrete_col_sfd: bool = False,
         gate_up: SwigluGateUp | None = None,
         semantics: Semantics = "implementation",
-        backend: str | None = None,
+        backend: BackendName | None = None,
         config: KernelChoice | None = None,
         **others: Any,
     ) -> None:
@@ -207,8 +207,12 @@ class GroupedGemmQuant:
         current_stream: Stream = None,
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
-        tensors = locals()
-        given = replace(self._samples, **{name: tensors[name] for name in _TENSORS})
+        given = replace(
+            self._samples, a_tensor=a_tensor, b_tensor=b_tensor, d_tensor=d_tensor, sfa_tensor=sfa_tensor,
+            sfb_tensor=sfb_tensor, padded_offsets=padded_offsets, alpha_tensor=alpha_tensor, d_col_tensor=d_col_tensor,
+            sfd_row_tensor=sfd_row_tensor, sfd_col_tensor=sfd_col_tensor, amax_tensor=amax_tensor,
+            norm_const_tensor=norm_const_tensor, prob_tensor=prob_tensor, bias_tensor=bias_tensor,
+        )  # fmt: skip
         refuse_gradients(**given.tensors())
         if not self._compiled or self._kind is None:
             self.check_support()
@@ -226,7 +230,8 @@ class GroupedGemmQuant:
                 f"{[f.name for f in formats]} and were {[f.name for f in their_formats]}, {epilogue} and was {was}"
             )
         o, stream = bound.operands, stream_handle(current_stream)
-        compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config, stream)
+        how = (self._backend, self._config, stream, given.m_aligned)
+        compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, *how)
 
 
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,14 @@
-"""A row-quantised output that the caller gives: what it says of the call, and its parts in the place of new tensors."""
+"""Arguments of a call by name, and a row output that the caller gives, with its parts in the place of new tensors."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
 
 from padless.compat.cudnn.operands import Operands
 from padless.epilogue import Epilogue, EpilogueTensors, row_scale_shape
@@ -11,6 +16,30 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_run import check_tensor
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def without_locals(run: Callable[[str, dict[str, Any]], Any]) -> Callable[[_Call], _Call]:
+    """While torch.compile traces a call by keywords: run(name, arguments), as its body says with locals(), which torch
+    2.11 cannot trace."""
+
+    def decorate(function: _Call) -> _Call:
+        parameters = inspect.signature(function).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+        names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+        @wraps(function)
+        def call(**given: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return function(**given)
+            named = {name: value for name, value in given.items() if name in names}
+            others = {name: value for name, value in given.items() if name not in names}
+            return run(function.__name__, {**defaults, **named, "others": others})
+
+        return cast("_Call", call)
+
+    return decorate
 
 
 def format_from(out: object, given: dict[str, Any]) -> BlockScaledTensor | None:

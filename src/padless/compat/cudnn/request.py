@@ -14,6 +14,7 @@ from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_offs_aligned, check_offs_values
 from padless.ops.epilogue_run import check_columns, check_m_aligned, default_row_layout
+from padless.runtime.choices import BackendName
 
 D_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FORMAT_OF_DTYPE = {torch.float8_e4m3fn: MXFP8, torch.float8_e5m2: MXFP8_E5M2, torch.float4_e2m1fn_x2: MXFP4}
@@ -35,13 +36,13 @@ class CudnnRequest(Inputs):
     scale_rule: str | None = None
     return_amax: bool | None = None
     current_stream: Stream = None
-    backend: str | None = None
+    backend: BackendName | None = None
     check_offs: bool = False
     config: KernelChoice | None = None
 
     def resolve(self) -> Bound:
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
-        refuse_gradients(**vars(self))
+        refuse_gradients(**{name: getattr(self, name) for name in self.__dataclass_fields__})
         self.check_fixed()
         operands = self.operands()
         epilogue = self.epilogue()

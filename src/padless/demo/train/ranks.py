@@ -14,6 +14,7 @@ from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.text import draw_batch, help_topics
 from padless.distributed import ExpertParallel
 from padless.nn import RECIPES
+from padless.runtime.choices import Exchange
 from padless.testing.ranks import Rank, RankPool, raise_first
 
 SMALL = ModelSize(layers=2, hidden=128, heads=4, experts=8, top_k=2, intermediate=256, length=64, batch=8)
@@ -165,7 +166,8 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
     ValueError for ranks that do not divide experts and batch; ends the program with 1 where losses do not agree.
     """
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
-    size, backend = (LARGE, "symm") if device == "cuda" else (SMALL, "collective")
+    size = LARGE if device == "cuda" else SMALL
+    backend: Exchange = "symm" if device == "cuda" else "collective"
     if ranks < 2 or size.experts % ranks or size.batch % ranks:
         raise ValueError(f"ranks is {ranks}; it must be at least 2 and divide {size.experts} and {size.batch}")
     steps = STEPS[device] if steps is None else steps

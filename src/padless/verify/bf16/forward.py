@@ -14,6 +14,7 @@ from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import clamped_ends
+from padless.runtime.choices import BackendName
 from padless.testing.guarded import GuardedOutput
 
 _REPEATS = 20
@@ -88,7 +89,7 @@ def random_plain(shape: PlainShape, seed: int = 0, *, wide: bool = False) -> Pla
     return Plain(a, values(len(shape.sizes), shape.n, shape.k), offs)
 
 
-def run(plain: Plain, config: Bf16PlainConfig, backend: str | None = None) -> torch.Tensor:
+def run(plain: Plain, config: Bf16PlainConfig, backend: BackendName | None = None) -> torch.Tensor:
     """The kernel's result in a guarded output: rows of groups alone, which may hold NaN."""
     guarded = GuardedOutput(plain.a.shape[0], plain.b.shape[1], config.out_dtype, plain.a.device)
     grouped_gemm(plain.a, plain.b, plain.offs, out=guarded.out, backend=backend, config=config)
@@ -116,7 +117,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def check_bits(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
+def check_bits(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None) -> str:
     """Every shape, kernel and order of the weights, normal values and values over many powers of two: the bits of the
     reference, in outputs of poison between guards.
     """
@@ -132,7 +133,9 @@ def check_bits(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", back
     return f"{results} results, {elements} elements, bit for bit the reference's"
 
 
-def check_independence(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
+def check_independence(
+    shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None
+) -> str:
     """NaN in all rows but one group's, each group alone, and ``gemm`` of it: the same bits."""
     count = 0
     for shape, config in itertools.product(shapes, VARIANTS):
@@ -153,7 +156,7 @@ def check_independence(shapes: Sequence[PlainShape] = SHAPES, device: str = "cud
     return f"{count} changes of other rows that change no bit"
 
 
-def check_repeats(device: str = "cuda", backend: str | None = None) -> str:
+def check_repeats(device: str = "cuda", backend: BackendName | None = None) -> str:
     """The same call many times over gives the same bits: one that moves is a race."""
     for config in VARIANTS:
         plain = random_plain(_REPEATED, 2).to(device)
@@ -186,7 +189,7 @@ def check_graph_replay() -> str:
     return "replay sees new values and new sizes of groups"
 
 
-def small_launches(device: str = "cuda", backend: str | None = None) -> int:
+def small_launches(device: str = "cuda", backend: BackendName | None = None) -> int:
     """A few small launches of every kernel, for compute-sanitizer; returns how many."""
     count = 0
     for shape, config in itertools.product(_SMALL, VARIANTS):
@@ -197,7 +200,7 @@ def small_launches(device: str = "cuda", backend: str | None = None) -> int:
     return count
 
 
-def rehearse(backend: str) -> None:
+def rehearse(backend: BackendName) -> None:
     """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
     plain = random_plain(_SMALL[0])
     for config, operands in itertools.product(VARIANTS, (plain, plain.n_major())):

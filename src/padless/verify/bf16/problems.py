@@ -12,6 +12,7 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.row_groups import clamped_ends
+from padless.runtime.choices import BackendName
 from padless.verify.problems.wgrad import GuardedGradient
 
 _STEP = 16  # tokens that the tensor core adds at once
@@ -122,7 +123,7 @@ def padded(rows: Rows) -> Rows:
 
 
 def run(
-    rows: Rows, config: Bf16WgradConfig, backend: str | None = None, onto: torch.Tensor | None = None
+    rows: Rows, config: Bf16WgradConfig, backend: BackendName | None = None, onto: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The kernel's result in a guarded output; ``onto``: what it is accumulated onto."""
     shape = (rows.offs.shape[0], rows.dy.shape[1], rows.x.shape[1])

@@ -12,6 +12,7 @@ import torch
 from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
+from padless.runtime.choices import BackendName
 from padless.verify.bf16.problems import SHAPES, VARIANTS, Rows, RowsShape, padded, permuted, poisoned, random_rows, run
 from padless.verify.problems.wgrad import same_bits
 
@@ -38,7 +39,7 @@ def _reference(rows: Rows) -> torch.Tensor:
     )
 
 
-def check_bits(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
+def check_bits(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None) -> str:
     """Every shape and kernel, normal values and values over many powers of two: the bits of the reference, in outputs of
     poison between guards."""
     results = elements = 0
@@ -54,7 +55,9 @@ def check_bits(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backe
     return f"{results} results, {elements} elements, bit for bit the reference's"
 
 
-def check_independence(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backend: str | None = None) -> str:
+def check_independence(
+    shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None
+) -> str:
     """NaN in rows of no group, groups filled up with zeros, groups in another order behind one of NaN: the same bits."""
     count = 0
     for shape, config in itertools.product(shapes, VARIANTS):
@@ -69,7 +72,7 @@ def check_independence(shapes: Sequence[RowsShape] = SHAPES, device: str = "cuda
     return f"{count} changes of other groups that change no bit"
 
 
-def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
+def check_accumulation(device: str = "cuda", backend: BackendName | None = None) -> str:
     """Four microbatches in one stream: what the first stored, and a float32 addition for each of the others."""
     configs = [c for c in VARIANTS if c.out_dtype == torch.float32]
     for config in configs:
@@ -92,7 +95,7 @@ def check_accumulation(device: str = "cuda", backend: str | None = None) -> str:
     return f"{len(configs)} kernels accumulate in float32"
 
 
-def check_repeats(device: str = "cuda", backend: str | None = None) -> str:
+def check_repeats(device: str = "cuda", backend: BackendName | None = None) -> str:
     """The same call many times over gives the same bits: one that moves is a race."""
     for config in VARIANTS:
         rows = random_rows(_REPEATED, 2).to(device)
@@ -130,7 +133,7 @@ def check_graph_replay() -> str:
     return "replay sees new values and new sizes of groups"
 
 
-def small_launches(device: str = "cuda", backend: str | None = None) -> int:
+def small_launches(device: str = "cuda", backend: BackendName | None = None) -> int:
     """A few small launches of every kernel, stored and accumulated, for compute-sanitizer; returns how many."""
     count = 0
     for shape, config in itertools.product(_SMALL, VARIANTS):
@@ -142,7 +145,7 @@ def small_launches(device: str = "cuda", backend: str | None = None) -> int:
     return count
 
 
-def rehearse(backend: str) -> None:
+def rehearse(backend: BackendName) -> None:
     """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
     for config in (*VARIANTS, None):
         dtypes = GRADIENT_DTYPES if config is None else (config.out_dtype,)

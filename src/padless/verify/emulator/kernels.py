@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from padless.kernels.table import kernels_arch
+from padless.runtime.choices import BackendName
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
-def backend_of(arch: str) -> str:
+def backend_of(arch: str) -> BackendName:
     """The emulator's backend that runs the kernels of a GPU of ``arch``."""
-    arch = kernels_arch(arch)
-    return "emulator" if arch == "sm_90a" else f"emulator:{arch}"
+    return "emulator" if kernels_arch(arch) == "sm_90a" else "emulator:sm_100a"
 
 
 def emulation_cost(rows: int, groups: int, n: int, k: int) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from padless.runtime.choices import BackendName
 from padless.testing.guarded import POISON
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -75,7 +76,7 @@ class Place:
     """A device, a backend, and the judge of what is computed there. ``arch``: of the kernels, "" for none."""
 
     device: torch.device
-    backend: str
+    backend: BackendName
     arch: str
     judge: Judge = field(default_factory=Judge)
 
@@ -94,7 +95,7 @@ class Place:
         return numbers.pin_memory().to(self.device, non_blocking=True)
 
 
-def place_of(backend: str) -> Place:
+def place_of(backend: BackendName) -> Place:
     """The place of "cuda", "reference", "emulator" or "emulator:sm_100a". Raises ValueError where it is not here."""
     from padless.kernels.table import kernels_arch
     from padless.runtime.devices import device_of

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from padless.runtime.choices import BackendName
+
 Options = dict[str, Any]
 Choice = TypeVar("Choice")
 
@@ -62,7 +64,7 @@ LIMITS = {"cuda": Limits(8, 300, 512, 1024), "reference": Limits(4, 24, 96, 192)
 class Draw(random.Random):
     """A seeded source of options, within limits."""
 
-    def __init__(self, seed: str, backend: str) -> None:
+    def __init__(self, seed: str, backend: BackendName) -> None:
         super().__init__(seed)
         self.backend = backend
         self.limits = LIMITS[backend.split(":")[0]]

@@ -16,6 +16,7 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import ROUTES, Route
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
+from padless.runtime.choices import BackendName
 from padless.testing.operands import BF16
 from padless.verify.formats import configs_of
 from padless.verify.fuzz import operands
@@ -444,6 +445,6 @@ def judge_scaled_grouped_mm(o: Options, place: Place) -> None:
         output_dtype=p.dtype,
     )
     p.near("float64", got, None)
-    backend = None if place.device.type == "cuda" else "reference"
+    backend: BackendName | None = None if place.device.type == "cuda" else "reference"
     want = grouped_gemm(p.a.plain, p.b.plain, p.offs, out_dtype=p.dtype, backend=backend)
     place.judge.same("grouped_gemm", got[: p.valid], want[: p.valid])

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from padless.runtime.choices import BackendName
 from padless.testing import machine
 from padless.testing.processes import cpus
 from padless.verify.fuzz.place import place_of
@@ -30,7 +31,7 @@ def run_fuzz(
     minutes: float | None = None,
     problems: int | None = None,
     seed: int | None = None,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     workers: int | None = None,
     out: Path | None = None,
     repeat: str | None = None,
@@ -80,7 +81,7 @@ def run_fuzz(
     return 1 if total.wrong or crashes or few or nothing else 0
 
 
-def _default_backend() -> str:
+def _default_backend() -> BackendName:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "reference"
@@ -95,7 +96,7 @@ def _gpus() -> list[str]:
 
 
 def _check(
-    minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None, backend: str
+    minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None, backend: BackendName
 ) -> None:
     from padless.runtime.devices import NAMES, backends
     from padless.verify.fuzz.subjects import SUBJECTS
@@ -114,7 +115,7 @@ def _check(
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
 
 
-def _repeat(problem: Problem, backend: str, show: Callable[[str], None]) -> int:
+def _repeat(problem: Problem, backend: BackendName, show: Callable[[str], None]) -> int:
     with settings_of(backend):
         wrong = judged(problem, place_of(backend))
     show(f"{problem}")
@@ -188,7 +189,7 @@ def _supervise(
     return total, crashes
 
 
-def _show_wrong(text: str, names: list[str], smaller: str, backend: str, show: Callable[[str], None]) -> None:
+def _show_wrong(text: str, names: list[str], smaller: str, backend: BackendName, show: Callable[[str], None]) -> None:
     show(f"WRONG {'; '.join(names)}")
     show(f"  padless fuzz --backend {backend} --repeat {json.dumps(smaller)}")
     if smaller != text:
@@ -196,7 +197,7 @@ def _show_wrong(text: str, names: list[str], smaller: str, backend: str, show: C
 
 
 def _report(
-    total: Tally, crashes: list[dict[str, Any]], backend: str, seconds: float, show: Callable[[str], None]
+    total: Tally, crashes: list[dict[str, Any]], backend: BackendName, seconds: float, show: Callable[[str], None]
 ) -> None:
     for call in sorted(total.done | total.refused):
         refused = f", {total.refused[call]} refused" if total.refused[call] else ""
@@ -214,7 +215,13 @@ def _report(
 
 
 def _record(
-    total: Tally, crashes: list[dict[str, Any]], backend: str, seed: int, workers: int, gpus: int, seconds: float
+    total: Tally,
+    crashes: list[dict[str, Any]],
+    backend: BackendName,
+    seed: int,
+    workers: int,
+    gpus: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """One run: a problem is one random call with all that it is judged by; refused calls are not among them."""
     about = machine.describe()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from padless.runtime.choices import BackendName
 from padless.verify.fuzz import epilogues, kinds, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Draw, Options, Problem
@@ -127,7 +128,7 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
-def subjects_of(backend: str, arch: str) -> dict[str, Subject]:
+def subjects_of(backend: BackendName, arch: str) -> dict[str, Subject]:
     """The calls that there are for a backend, whose kernels are ``arch``'s."""
     where = "reference" if backend == "reference" else arch
     emulator = backend.startswith("emulator")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from padless.runtime.choices import BackendName
 from padless.runtime.shared_cache import alone
 from padless.verify.fuzz.place import Place, place_of, reserve
 from padless.verify.fuzz.problem import Draw, Problem
@@ -35,7 +36,7 @@ class Task:
 
     worker: int
     seed: int
-    backend: str
+    backend: BackendName
     deadline: float
     problems: int
     calls: tuple[str, ...] = ()

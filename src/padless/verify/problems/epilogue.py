@@ -20,6 +20,7 @@ from padless.kernels.table import QUANT, ROUTES, Route, kernels_arch
 from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm import group_offsets
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
+from padless.runtime.choices import BackendName
 from padless.testing.operands import moved, quantized
 
 FENCE = 4096
@@ -208,7 +209,7 @@ class Outputs:
     bytes: dict[str, torch.Tensor]
 
 
-def run_problem(problem: EpilogueProblem, device: str, backend: str | None) -> Outputs:
+def run_problem(problem: EpilogueProblem, device: str, backend: BackendName | None) -> Outputs:
     """The call as its arguments resolve to it, into guarded outputs."""
     request = CudnnRequest(
         a_tensor=moved(problem.a, device),

@@ -14,6 +14,7 @@ from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
+from padless.runtime.choices import BackendName
 from padless.testing.guarded import POISON
 
 NAN_CODE = 0x7F
@@ -201,7 +202,7 @@ def run(
     dy: GroupedColumns,
     x: GroupedColumns,
     config: WgradConfig,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     onto: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernel's result in a guarded output; ``onto``: what it is accumulated onto."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from padless.runtime.choices import Exchange
 from padless.testing.ranks import Rank, RankError, RankPool
 from padless.verify.ranks import exchange, stress
 from padless.verify.run import Record, about_the_machine, write_records
@@ -73,7 +74,7 @@ def run_verify_ranks(
         raise ValueError(f"ranks is {ranks}; it must be at least 2")
     console = console or Console()
     cuda = torch.cuda.device_count() >= ranks
-    jobs: dict[str, tuple[Callable[[Rank], str], str, int]] = {
+    jobs: dict[str, tuple[Callable[[Rank], str], Exchange, int]] = {
         "expert parallelism, collective": (run_small, "collective", 0),
         "expert parallelism, symm": (run_small, "symm", 0),
         "expert parallelism, symm, large and long": (run_stress, "symm", 0),

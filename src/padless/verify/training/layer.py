@@ -23,6 +23,7 @@ from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.quantize import quantize
 from padless.quantization.rows_columns import quantize_rows_columns
 from padless.quantization.weight_both import quantize_weight_both
+from padless.runtime.choices import BackendName
 
 DEVICE = "cuda"
 SIZES = (129, 1, 127, 0, 40)  # tokens of the first experts
@@ -237,7 +238,7 @@ def _check_graph(name: str, problem: Problem, recipe: Recipe) -> None:
         assert torch.equal(captured[part], value), f"{name}: {part} of a graph's replay differs"
 
 
-def rehearse(backend: str) -> None:
+def rehearse(backend: BackendName) -> None:
     """The products of the check on the CPU, by ``backend``; nobody looks at the outputs."""
     for seed, (hidden, intermediate) in enumerate(PROBLEMS):
         problem = draw(hidden, intermediate, seed)
