@@ -189,7 +189,7 @@ def test_scales_without_dimensions_of_one() -> None:
     same_bits(found.w2, w2)
     first = f"{PREFIX}.0.gate_proj.weight_scale_inv"
     tensors[first] = tensors[first].reshape(-1)[:1]
-    with pytest.raises(ValueError, match="the scales of .* have shape"):
+    with pytest.raises(ValueError, match=r"the scales of .* have shape"):
         load_experts(Checkpoint(tensors), PREFIX)
 
 

@@ -26,6 +26,7 @@ from padless.moe import (
     twins,
 )
 from padless.moe.activation import Activation
+from padless.moe.checks import MAX_TOP_K
 from padless.moe.gather import activate_quantize
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.driver import cuda_driver
@@ -139,10 +140,12 @@ def _check_activations(name: str, ids: torch.Tensor, seed: int) -> None:
 def layers_at_edges(arch: str) -> Iterator[tuple[str, Layer]]:
     """A layer for each format of weights that has kernels on ``arch``, at every edge; on the CPU."""
     for weights, activations, _, options, with_bias in cases(arch):
+        sizes = (max(len(ids) for _, ids in edges()), MAX_TOP_K, EXPERTS, COLUMNS, HIDDEN)
+        whole = draw_layer(weights, activations, sizes, options, with_bias, 5)
         for name, ids in edges():
-            sizes = (len(ids), ids.shape[1], EXPERTS, COLUMNS, HIDDEN)
-            layer = draw_layer(weights, activations, sizes, options, with_bias, 5)
-            yield f"{weights.name} {options}, {name}", replace(layer, ids=ids)
+            tokens, top_k = ids.shape
+            some = replace(whole, x=whole.x[:tokens], weights=whole.weights[:tokens, :top_k].contiguous(), ids=ids)
+            yield f"{weights.name} {options}, {name}", some
 
 
 def cases(arch: str) -> list[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]]:
