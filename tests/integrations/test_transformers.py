@@ -252,19 +252,28 @@ def test_one_block_of_gpt_oss(activations: Any, device: str, folder_of: Callable
 
 
 def test_gpt_oss_generates_the_tokens_of_dequantized_weights(folder_of: Callable[..., Path]) -> None:
+    """Greedy tokens of every prompt at which no step is a near tie: the two round differently on their way."""
     folder = folder_of("gpt_oss", "mxfp4")
-    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    prompts = torch.randint(0, VOCABULARY, (96, 9), generator=torch.Generator().manual_seed(7))
     model, stock = load(folder, experts_implementation="padless"), load_dequantized(folder, "cpu")
-    with torch.no_grad():  # loud enough to decide the tokens, so that bfloat16's rounding does not
+    with torch.no_grad():  # loud enough to decide the tokens
         for kept, dequantized_experts in zip(experts_of(model), experts_of(stock), strict=True):
             kept.down_proj_scales.add_(4)
             dequantized_experts.down_proj.mul_(16)
-    want = stock.generate(tokens()[:, :9], **arguments)
-    assert torch.equal(model.generate(tokens()[:, :9], **arguments), want)
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    found = stock.generate(prompts, output_logits=True, return_dict_in_generate=True, **arguments)
+    steps = torch.stack(found.logits).double()  # (6, 96, vocabulary)
+    first, second = steps.topk(2).values.unbind(-1)
+    decided = ((first - second) / steps.std(-1)).amin(0) > 0.06  # logits differ by 0.04 at most
+    assert decided.sum() >= 8
+    want = found.sequences[decided]
+    assert want.shape[1] == 15
+    assert torch.equal(model.generate(prompts, **arguments)[decided], want)
     with torch.no_grad():
         for each in experts_of(model):
             each.down_proj_blocks.bitwise_xor_(0x88)  # every sign
-    assert not torch.equal(model.generate(tokens()[:, :9], **arguments), want)
+    wrong = model.generate(prompts, **arguments)[decided]
+    assert (wrong != want).any(-1).sum() > 0.8 * len(want)
 
 
 # --- bfloat16 models -------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, dequantize, quantize
 from padless.integrations.transformers import experts_forward, quantize_experts, register, set_activations, weights
 from padless.integrations.transformers.experts import fused_activation
 from padless.integrations.transformers.weights import expert_weights
-from padless.moe import moe
+from padless.moe import moe, ops, route
 from support.hub_checkpoints import dequantized, error, reference_experts
 
 E, H, I, T, K = 5, 256, 128, 29, 2  # noqa: E741  the layer's sizes by their usual names
@@ -372,6 +372,21 @@ def test_linear(n: int, scale_fmt: str) -> None:
     weight = dequantized(layer.weight, layer.weight_scale_inv)
     exact = (rounded @ weight.T + layer.bias.detach().double()).reshape(2, 13, n)
     assert error(got, exact) < 0.005
+
+
+def test_operators() -> None:
+    """Products that quantize their rows keep torch.library's rules, fakes included."""
+    x, ids, _ = inputs()
+    routing = route(ids.clamp(max=E - 1), E)  # rows behind the last group hold anything
+    w = quantize(torch.randn(E, I, H), FP8_BLOCK, kind="weight")
+    for rows, bias in ((routing.tokens, torch.randn(E, I)), (None, None)):
+        arguments = (x if rows is not None else x[routing.tokens], rows, routing.offs, *ops.packed(w), bias)
+        for activations in ("FP8_BLOCK", "BF16"):
+            torch.library.opcheck(torch.ops.padless.transformers_project.default, (*arguments, activations))
+    one = quantize(torch.randn(130, H), FP8_BLOCK, kind="weight")
+    given = (x, one.data, one.scale, torch.bfloat16)
+    fakes = ("test_faketensor", "test_aot_dispatch_dynamic")  # torch compares no e4m3 codes with the schema
+    torch.library.opcheck(torch.ops.padless.transformers_dense.default, given, test_utils=fakes)
 
 
 def test_products_of_other_blocks_are_refused() -> None:
