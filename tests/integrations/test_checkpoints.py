@@ -180,6 +180,19 @@ def test_at_once(format: BlockScaledFormat) -> None:
     assert torch.equal(dequantize(some.w13), dequantize(w13)[2:4])
 
 
+def test_scales_without_dimensions_of_one() -> None:
+    """transformers 5.17 saves them so: (1, K / 128) and (N / 128, 1) scales as vectors."""
+    w13, w2 = drawn(FP8_BLOCK)
+    tensors = {name: t.squeeze() if "scale" in name else t for name, t in one_by_one(w13, w2, HUB, deepseek).items()}
+    found = load_experts(Checkpoint(tensors), PREFIX)
+    same_bits(found.w13, w13)
+    same_bits(found.w2, w2)
+    first = f"{PREFIX}.0.gate_proj.weight_scale_inv"
+    tensors[first] = tensors[first].reshape(-1)[:1]
+    with pytest.raises(ValueError, match=r"the scales of .* have shape"):
+        load_experts(Checkpoint(tensors), PREFIX)
+
+
 def test_gpt_oss() -> None:
     w13, w2 = drawn(MXFP4)
     bias13, bias2 = torch.randn(EXPERTS, 2 * INTER).bfloat16(), torch.randn(EXPERTS, H).bfloat16()

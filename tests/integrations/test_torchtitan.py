@@ -258,8 +258,8 @@ def test_torchao_s_wrapper_trains_as_the_override() -> None:
 def test_torchao_refusals() -> None:
     from padless.integrations.torchao import PadlessTrainingOpConfig
 
-    with pytest.raises(ValueError, match="recipe is 'mxfp8'"):
-        PadlessTrainingOpConfig("mxfp8")
+    with pytest.raises(ValueError, match="recipe is 'fp4'"):
+        PadlessTrainingOpConfig("fp4")
     weight = converted()[1].w1_EFD
     with pytest.raises(ValueError, match="other operands than rows"):
         torch._grouped_mm(torch.randn(5, 4, 256), weight.transpose(-2, -1))

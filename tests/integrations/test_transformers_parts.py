@@ -24,10 +24,11 @@ from transformers.integrations.finegrained_fp8 import (
 from transformers.integrations.moe import ExpertsInterface, use_experts_implementation
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
-from padless import FP8_BLOCK, MXFP4, MXFP8, dequantize, quantize
-from padless.integrations.transformers import experts_forward, quantize_experts, register, weights
+from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, dequantize, quantize
+from padless.integrations.transformers import experts_forward, quantize_experts, register, set_activations, weights
 from padless.integrations.transformers.experts import fused_activation
 from padless.integrations.transformers.weights import expert_weights
+from padless.moe import moe, ops, route
 from support.hub_checkpoints import dequantized, error, reference_experts
 
 E, H, I, T, K = 5, 256, 128, 29, 2  # noqa: E741  the layer's sizes by their usual names
@@ -90,8 +91,8 @@ def _seed() -> None:
         ({}, 0.06),
         ({"scale_fmt": "ue8m0"}, 0.06),
         ({"scale_fmt": "ue8m0", "block_size": (1, 32)}, 0.06),
-        ({"scale_fmt": "ue8m0", "expert_dtype": "fp4"}, 0.01),  # bfloat16 activations
-        ({"scale_fmt": "float", "expert_dtype": "fp4"}, 0.01),
+        ({"scale_fmt": "ue8m0", "expert_dtype": "fp4"}, 0.06),  # FP8_BLOCK activations
+        ({"scale_fmt": "float", "expert_dtype": "fp4"}, 0.06),
     ],
 )
 def test_formats(given: dict[str, Any], bound: float) -> None:
@@ -106,6 +107,44 @@ def test_formats(given: dict[str, Any], bound: float) -> None:
         return
     for values, name in ((w13, "gate_up_proj"), (w2, "down_proj")):
         assert error(values, module.originals[name]) < (0.15 if "expert_dtype" in given else 0.04)
+
+
+def test_fp4_experts_multiply_fp8_rows() -> None:
+    """As the checkpoint says: the bits of moe() with FP8_BLOCK activations; bfloat16 ones on request are more exact."""
+    module = fp8_experts(scale_fmt="ue8m0", expert_dtype="fp4")
+    x, ids, top_k_weights = inputs()
+    built = expert_weights(module)
+    assert (built.w13.format, built.activations) == (MXFP4, "FP8_BLOCK")
+    want = reference_experts(x, ids, top_k_weights, *values_of(module))
+    errors = {}
+    for format in (None, FP8_BLOCK, torch.bfloat16, MXFP8):
+        assert set_activations(module, format) is module
+        with torch.no_grad():
+            got = module(x, ids, top_k_weights)
+        assert torch.equal(got, moe(x, ids, top_k_weights, built.w13, built.w2, activations=format or FP8_BLOCK))
+        errors[format] = error(got, want)
+    assert errors[None] == errors[FP8_BLOCK]
+    assert errors[torch.bfloat16] < 0.01 < errors[FP8_BLOCK] < 0.06
+    with pytest.raises(
+        ValueError, match="format is NVFP4 and the experts' weights are MXFP4; allowed beside these: BF16"
+    ):
+        set_activations(module, NVFP4)
+    with pytest.raises(ValueError, match=r"format is torch\.float16; allowed: None, torch\.bfloat16, FP8_BLOCK"):
+        set_activations(module, torch.float16)
+    with pytest.raises(ValueError, match="model has no quantized experts"):
+        set_activations(nn.Linear(4, 4), FP8_BLOCK)
+
+
+@pytest.mark.gpu
+def test_fp4_experts_on_hopper() -> None:
+    """FP8_BLOCK x MXFP4 on the GPU, near float64 with the same rounded activations, and the CPU's layer."""
+    module = fp8_experts(scale_fmt="ue8m0", expert_dtype="fp4")
+    given = inputs()
+    with torch.no_grad():
+        want = module(*given)
+        got = module.to("cuda")(*(t.to("cuda") for t in given))
+    assert expert_weights(module).activations == "FP8_BLOCK"
+    assert error(got.cpu(), want) < 0.006
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -174,6 +213,7 @@ def test_gates(given: dict[str, Any], fused: dict[str, Any] | None) -> None:
     if own:
         type(module)._apply_gate = softcapped
     assert fused_activation(module) == fused
+    set_activations(module, torch.bfloat16)
     x, ids, top_k_weights = inputs()
     with torch.no_grad():
         got = module(x, ids, top_k_weights)
@@ -332,6 +372,21 @@ def test_linear(n: int, scale_fmt: str) -> None:
     weight = dequantized(layer.weight, layer.weight_scale_inv)
     exact = (rounded @ weight.T + layer.bias.detach().double()).reshape(2, 13, n)
     assert error(got, exact) < 0.005
+
+
+def test_operators() -> None:
+    """Products that quantize their rows keep torch.library's rules, fakes included."""
+    x, ids, _ = inputs()
+    routing = route(ids.clamp(max=E - 1), E)  # rows behind the last group hold anything
+    w = quantize(torch.randn(E, I, H), FP8_BLOCK, kind="weight")
+    for rows, bias in ((routing.tokens, torch.randn(E, I)), (None, None)):
+        arguments = (x if rows is not None else x[routing.tokens], rows, routing.offs, *ops.packed(w), bias)
+        for activations in ("FP8_BLOCK", "BF16"):
+            torch.library.opcheck(torch.ops.padless.transformers_project.default, (*arguments, activations))
+    one = quantize(torch.randn(130, H), FP8_BLOCK, kind="weight")
+    given = (x, one.data, one.scale, torch.bfloat16)
+    fakes = ("test_faketensor", "test_aot_dispatch_dynamic")  # torch compares no e4m3 codes with the schema
+    torch.library.opcheck(torch.ops.padless.transformers_dense.default, given, test_utils=fakes)
 
 
 def test_products_of_other_blocks_are_refused() -> None:

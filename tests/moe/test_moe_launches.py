@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP4, NVFP4
+from padless.emulator import Emulator
 from padless.moe import moe, ops
 from support.moe_layer_problem import PAIRS, draw_layer
 
@@ -71,6 +72,22 @@ def test_launches_and_bits(
     with mock.patch.object(ops, "runs_triton", return_value=False):
         assert torch.equal(got, layer.run(moe, backend="emulator"))
     assert counted(triton_kernels) == launches
+
+
+def test_decoding_is_four_launches(triton_kernels: dict[str, EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch of a layer, products too, and which of them begin before the kernel ahead has ended."""
+    launched: list[tuple[str, bool]] = []
+    launch = Emulator.launch
+
+    def noted(self: Emulator, name: str, *arguments: Any, **options: Any) -> Any:
+        launched.append((name, options["programmatic"]))
+        return launch(self, name, *arguments, **options)
+
+    monkeypatch.setattr(Emulator, "launch", noted)
+    layer = draw_layer((FP8_BLOCK, None), tokens=5, top_k=2, experts=3, h=128, i=64, seed=9)
+    layer.run(moe, backend="emulator")
+    product = "padless_sm90_fp8_grouped_gemm"
+    assert launched == [("_quantize_rows", True), (product, True), (product, True), ("_combine", False)]
 
 
 @pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_rank": 1, "_scan": 1, "_place": 1})])

@@ -51,12 +51,12 @@ def test_a_wrong_pass_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("index", range(9))
 def test_layers_on_the_cpu(index: int) -> None:
     """The composition is moe() by the reference, and right; planted errors show."""
-    weights, activations, sizes, options, with_bias = verify_moe._CASES[index]
+    weights, activations, sizes, options, with_bias = verify_moe.CASES[index]
     small = (min(sizes[0], 24), *sizes[1:])
     layer = verify_moe.draw_layer(weights, activations, small, options, with_bias, index)
     out = layer.run()
     verify_moe.same_bits("moe()", out, verify_moe.composed(layer))
-    limit = verify_moe._BOUNDS[verify_moe.activations_of(weights, activations)]
+    limit = verify_moe.BOUNDS[verify_moe.activations_of(weights, activations)]
     assert verify_moe.largest_error(out, layer) < limit
     moved = replace(layer, weights=layer.weights.roll(1, dims=1))
     assert verify_moe.largest_error(moved.run(), layer) > limit or limit > 0.3
@@ -81,8 +81,8 @@ def test_what_the_rehearsal_lists() -> None:
     from padless.testing.compile_ahead import Gpu, kernels_of
     from padless.verify.rehearsals import rehearsals_of
 
-    some = (verify_moe._CASES[0], verify_moe._CASES[7])
-    with mock.patch.object(verify_moe, "_CASES", some):
+    some = (verify_moe.CASES[0], verify_moe.CASES[7])
+    with mock.patch.object(verify_moe, "CASES", some):
         kernels, problems = kernels_of(rehearsals_of("sm_90a", ["MoE layer"], ()), Gpu("sm_90a", 132))
     assert problems == []
     assert {kernel.source for kernel in kernels} >= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def block_scaled(
 
     scale: one for each 128 x 128 values, float32, bfloat16, float8_e8m0fnu or its bytes (FP8_BLOCK), or one power of
         two for each 1 x 32 (MXFP8, MXFP4), or float8_e4m3fn for each 1 x 16 (NVFP4). float32 scales of blocks and
-        one-byte scales are not copied.
+        one-byte scales are not copied. Blocks' scales may lack dimensions of size 1, as files that transformers 5.17
+        has saved do.
     global_scale: NVFP4's decode scale, one or one for each expert.
     name, remedy: words of the errors. Raises ValueError.
     """
@@ -55,7 +57,10 @@ def block_scaled(
     *experts, n, k = codes.shape
     if tuple(scale.shape) == (*experts, n, ceil_div(k, MXFP8.block_k)):
         return from_torch(codes, exponents(scale))
-    if tuple(scale.shape) == (*experts, ceil_div(n, 128), ceil_div(k, 128)):
+    blocks = (*experts, ceil_div(n, 128), ceil_div(k, 128))
+    if scale.dim() < len(blocks) and scale.numel() == prod(blocks):  # transformers 5.17 saves no dimension of size 1
+        scale = scale.reshape(blocks)
+    if tuple(scale.shape) == blocks:
         return from_deepseek(codes, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale)
     raise ValueError(
         f"the scales of {name} have shape {tuple(scale.shape)} for {tuple(codes.shape)}; padless takes a scale for "

@@ -235,7 +235,7 @@ class Layer:
 
 GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 # (weights, activations, (tokens, k, experts, H, I), other options, whether with biases)
-_CASES: tuple[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool], ...] = (
+CASES: tuple[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool], ...] = (
     (FP8_BLOCK, None, (37, 4, 9, 384, 256), {}, False),
     (FP8_BLOCK, None, (300, 6, 16, 640, 384), {}, True),
     (FP8_BLOCK, None, (90, 2, 5, 272, 128), {"activation": "relu2"}, False),
@@ -247,13 +247,13 @@ _CASES: tuple[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], boo
     (MXFP4, MXFP4, (70, 4, 9, 384, 256), {}, False),
 )
 # Largest error of a token over the root of the mean square of all tokens: quantizing activations twice, to e4m3 or e2m1.
-_BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0.02}
+BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0.02}
 
 
 def layers(arch: str) -> Iterator[Layer]:
     """The layers whose pairs of formats have kernels on ``arch``; on the CPU."""
     pairs = {(p.a, p.b) for p in ROUTES if p.operation == "grouped_gemm" and p.arch == kernels_arch(arch)}
-    for seed, (weights, activations, sizes, options, with_bias) in enumerate(_CASES):
+    for seed, (weights, activations, sizes, options, with_bias) in enumerate(CASES):
         if (activations_of(weights, activations), weights.name) in pairs:
             yield draw_layer(weights, activations, sizes, options, with_bias, seed)
 
@@ -304,7 +304,7 @@ def check_layer() -> str:
         name = f"{layer.w13.format.name} {layer.options}"
         same_bits(f"moe() of {name}", out, composed(on_cpu))
         error = largest_error(out.cpu(), on_cpu)
-        limit = _BOUNDS[activations_of(layer.w13.format, layer.options["activations"])]
+        limit = BOUNDS[activations_of(layer.w13.format, layer.options["activations"])]
         assert error <= limit, f"moe() of {name}: a token is off by {error:.3f}, allowed {limit}"
         worst = max(worst, error)
         tokens = layer.x.shape[0]

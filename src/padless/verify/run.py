@@ -30,7 +30,8 @@ from padless.verify.bf16 import forward as bf16_forward
 from padless.verify.bf16 import wgrad as bf16_wgrad
 from padless.verify.emulator import tensor_core
 from padless.verify.fp8_block import CHECKS
-from padless.verify.moe import PASSES, check_layer
+from padless.verify.moe_edges import CHECKS as MOE_CHECKS
+from padless.verify.moe_edges import TRITON_ALONE
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.training.graphs import check_graphed_layer
 from padless.verify.training.layer import check_training_layer
@@ -60,8 +61,7 @@ _ALL: dict[str, Check] = {
     "epilogues": epilogue.check_epilogue,
     "chains": chains.check_chains,
     "batch invariance": invariance.check_batch_invariance,
-    **PASSES,
-    "MoE layer": check_layer,
+    **MOE_CHECKS,
 }
 _HOPPERS: dict[str, Check] = {
     "weight gradients": wgrad.check_wgrad,
@@ -78,7 +78,7 @@ _BLACKWELLS: dict[str, Check] = {
 # Checks at a time, each in a process of its own: most of their time is one core's.
 _MOST_WORKERS, _CORES_OF_ONE = 8, 2
 # Those that Triton compiles for longest, so that they end with the others.
-_FIRST = ("training quantizers agree", *PASSES)
+_FIRST = ("training quantizers agree", *TRITON_ALONE)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ if tuple(int(part) for part in _transformers.__version__.split(".")[:2]) < (5, 1
         "pip install 'padless[transformers]'"
     )
 
+from padless.integrations.transformers.activations import set_activations
 from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
 from padless.integrations.transformers.quantizers import register_quantizers
@@ -36,6 +37,7 @@ __all__ = [
     "experts_forward",
     "quantize_experts",
     "register",
+    "set_activations",
     "set_recipe",
     "train_forward",
     "use_padless_fp8_kernels",

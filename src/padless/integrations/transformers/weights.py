@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.integrations.transformers.activations import activations_of, chosen
 from padless.integrations.transformers.operators import aligned
-from padless.integrations.weights import ExpertWeights, activations_for, block_scaled
+from padless.integrations.weights import ExpertWeights, block_scaled
 from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
@@ -60,8 +61,8 @@ def first_projection(module: Any) -> str:
 
 
 def _key(module: Any) -> tuple[Any, ...]:
-    """The key of the sources of weights: addresses, versions, dtypes and shapes."""
-    key: list[Any] = []
+    """The key of the sources of weights: addresses, versions, dtypes and shapes; and the activations' format."""
+    key: list[Any] = [chosen(module)]
     for t in module._parameters.values():
         if t is not None:
             key += (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape)
@@ -77,7 +78,7 @@ def _build(module: Any) -> ExpertWeights:
     first = first_projection(module)
     w13, w2 = _weight(module, first), _weight(module, "down_proj")
     bias13, bias2 = (_detached(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
-    return ExpertWeights(w13, w2, bias13, bias2, activations_for(w13))
+    return ExpertWeights(w13, w2, bias13, bias2, activations_of(module, w13))
 
 
 def _detached(t: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,70 @@
+"""Formats that activations are quantized to beside a module's weights: the checkpoint's choice, or `set_activations`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Experts
+
+from padless.formats import FP8_BLOCK, MXFP4, BlockScaledFormat, BlockScaledTensor
+from padless.integrations.weights import activations_for
+from padless.kernels.table import ROUTES
+from padless.moe import ops
+from padless.moe.layer import BF16
+
+_CHOSEN = "padless_activations"
+
+
+def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | None) -> nn.Module:
+    """Sets what the quantized experts of a model quantize their activations to; returns the model.
+
+    format: a format that padless multiplies with the weights' (docs/supported.md says on which GPU), torch.bfloat16 for
+        activations that are not quantized, or None for the default. FP4 weights take FP8_BLOCK or bfloat16 on Hopper:
+        FP8_BLOCK halves the bytes of rows and needs a launch less, bfloat16 is more exact.
+
+    Raises ValueError for another format and where no quantized experts are found.
+    """
+    from padless.integrations.transformers.weights import expert_weights, first_projection
+
+    found: list[Any] = [m for m in model.modules() if hasattr(m, f"{first_projection(m)}_scale_inv")]
+    if not found:
+        raise ValueError(
+            "model has no quantized experts; load an FP8 or MXFP4 checkpoint, or call quantize_experts(model) first"
+        )
+    name = None if format is None else _name(format)
+    for module in found:
+        weights = expert_weights(module).w13.format.name
+        allowed = sorted({route.a for route in ROUTES if route.operation == "grouped_gemm" and route.b == weights})
+        if name is not None and name not in allowed:
+            raise ValueError(
+                f"format is {name} and the experts' weights are {weights}; allowed beside these: {', '.join(allowed)}"
+            )
+    for module in found:
+        setattr(module, _CHOSEN, name)
+    return model
+
+
+def chosen(module: Any) -> str | None:
+    """Name of the format that `set_activations` has chosen."""
+    return getattr(module, _CHOSEN, None)
+
+
+def activations_of(module: Any, w13: BlockScaledTensor) -> str:
+    """Name of the format that activations are quantized to, "BF16" for none."""
+    name = chosen(module)
+    if name is not None:
+        return name
+    default = activations_for(w13)
+    # "activation_scheme": "dynamic" of an FP8 checkpoint says that activations are FP8, beside FP4 experts too.
+    is_fp8_model = isinstance(module, FP8Experts) and w13.format == MXFP4
+    return FP8_BLOCK.name if is_fp8_model and default == BF16 else default
+
+
+def _name(format: object) -> str:
+    if format is torch.bfloat16:
+        return BF16
+    if isinstance(format, BlockScaledFormat) and format.name in ops.BY_NAME:
+        return format.name
+    raise ValueError(f"format is {format!r}; allowed: None, torch.bfloat16, {', '.join(ops.BY_NAME)}")

@@ -1,0 +1,333 @@
+"""Edge cases of the Mixture-of-Experts layer for ``padless verify``, its operators, and the launches of decoding.
+
+Each check raises AssertionError. `CHECKS` are these by name, with those of `padless.verify.moe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
+from padless.kernels.table import ROUTES, kernels_arch
+from padless.moe import (
+    combine,
+    combine_backward,
+    gather_backward,
+    gather_quantize,
+    moe,
+    ops,
+    route,
+    route_quantize,
+    twins,
+)
+from padless.moe.activation import Activation
+from padless.moe.checks import MAX_TOP_K
+from padless.moe.gather import activate_quantize
+from padless.quantization.quantize import dequantize, quantize
+from padless.runtime.driver import cuda_driver
+from padless.verify import moe as layers
+from padless.verify.emulator.kernels import backend_of
+from padless.verify.moe import Layer, draw_layer, same_bits, same_quantized
+
+EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
+DECODED, DECODE_EXPERTS, DECODE_TOP_K = (1, 16, 64), 64, 8
+MOST_LAUNCHES = 4
+# Norm of the error of a gradient over its norm, against float64 with the dequantized weights: as in the forward pass,
+# activations and gradients are rounded to e4m3.
+GRADIENT_BOUND = 0.08
+# Of the bounds of `padless.verify.moe`: the error of a token's only slot is averaged with no other.
+FEW_SLOTS = 1.5
+
+
+def edges() -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and (T, k) ids: no tokens, one expert for all, no expert for any or for some, k of 1 and of 16."""
+    generator = torch.Generator().manual_seed(16)
+
+    def distinct(tokens: int, top_k: int) -> torch.Tensor:
+        return torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :top_k]
+
+    some = distinct(33, 4)
+    some[::3, 1], some[1::3, 0] = EXPERTS, -1
+    yield "no tokens", distinct(0, 4)
+    yield "one expert gets all", torch.full((131, 1), EXPERTS - 1)
+    yield "one expert gets all slots", torch.full((33, 4), 3)
+    yield "no id is an expert", torch.full((17, 2), EXPERTS)
+    yield "some ids are no expert", some
+    yield "k 1", distinct(37, 1)
+    yield "k 16", distinct(21, 16)
+
+
+# --- passes ----------------------------------------------------------------------------------------------
+
+
+def check_edges() -> str:
+    """Every pass at every edge has the bits of its twin."""
+    count = 0
+    for seed, (name, ids) in enumerate(edges()):
+        for check in (_check_rows, _check_sums, _check_activations):
+            check(name, ids, seed)
+            count += 1
+    return f"{count} edges of passes, bit for bit"
+
+
+def _given(format: BlockScaledFormat) -> torch.Tensor | None:
+    return torch.tensor(0.003) if format == NVFP4 else None
+
+
+def _there(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.to(layers.DEVICE)
+
+
+def _check_rows(name: str, ids: torch.Tensor, seed: int) -> None:
+    want = twins.route(ids, EXPERTS)
+    routing = route(ids.to(layers.DEVICE), EXPERTS)
+    for part, got, expected in zip(routing._fields, routing, want, strict=True):
+        same_bits(f"{part}, {name}", got, expected)
+    x = torch.randn(len(ids), COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    there = x.to(layers.DEVICE)
+    for format in FORMATS:
+        scale = _given(format)
+        rows = quantize(x[want[1].long()], format, global_scale=scale)
+        more: dict[str, Any] = {"global_scale": _there(scale)}
+        again, routed = route_quantize(there, ids.to(layers.DEVICE), EXPERTS, format, **more)
+        same_bits(f"inverse of route_quantize, {name}", again.inverse, want[2])
+        for call, got_rows in (
+            ("route_quantize", routed),
+            ("gather_quantize", gather_quantize(there, routing.inverse, format, **more)),
+            ("quantize(rows=)", quantize(there, format, rows=routing.tokens, **more)),
+        ):
+            same_quantized(f"{call} to {format.name}, {name}", got_rows, rows)
+
+
+def _check_sums(name: str, ids: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inverse = twins.route(ids, EXPERTS)[2]
+    y = torch.randn(ids.numel(), COLUMNS, generator=generator).bfloat16()
+    y[-1 - inverse[inverse < 0].long()] = float("nan")
+    weights = torch.rand(ids.shape, generator=generator)
+    shared = torch.randn(len(ids), COLUMNS, generator=generator).bfloat16()
+    there = [t.to(layers.DEVICE) for t in (y, inverse, weights, shared)]
+    want = twins.combine(y, inverse, weights, shared, y.dtype)
+    assert want.isfinite().all(), f"{name}: rows of no expert are counted"
+    same_bits(f"combine, {name}", combine(*there), want)
+    gradients = combine_backward(there[3], *there[:3])
+    for part, got, expected in zip(
+        ("dy", "dweights"), gradients, twins.combine_backward(shared, y, inverse, weights), strict=True
+    ):
+        same_bits(f"{part}, {name}", got, expected)
+    dx = gather_backward(*there[:2])
+    same_bits(f"gather_backward, {name}", dx, twins.combine(y, inverse, None, None, y.dtype))
+
+
+def _check_activations(name: str, ids: torch.Tensor, seed: int) -> None:
+    x = torch.randn(ids.numel(), COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    for activation in (Activation(), layers.ACTIVATIONS[seed % len(layers.ACTIVATIONS)]):
+        got = activate_quantize(x.to(layers.DEVICE), activation, FP8_BLOCK)
+        assert not isinstance(got, torch.Tensor)
+        same_quantized(
+            f"{activation}, {name}", got, quantize(twins.activated(x, activation, in_bfloat16=False), FP8_BLOCK)
+        )
+
+
+# --- the layer -------------------------------------------------------------------------------------------
+
+
+def layers_at_edges(arch: str) -> Iterator[tuple[str, Layer]]:
+    """A layer for each format of weights that has kernels on ``arch``, at every edge; on the CPU."""
+    for weights, activations, _, options, with_bias in cases(arch):
+        sizes = (max(len(ids) for _, ids in edges()), MAX_TOP_K, EXPERTS, COLUMNS, HIDDEN)
+        whole = draw_layer(weights, activations, sizes, options, with_bias, 5)
+        for name, ids in edges():
+            tokens, top_k = ids.shape
+            some = replace(whole, x=whole.x[:tokens], weights=whole.weights[:tokens, :top_k].contiguous(), ids=ids)
+            yield f"{weights.name} {options}, {name}", some
+
+
+def cases(arch: str) -> list[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]]:
+    """The cases of `padless.verify.moe` whose pairs of formats have kernels on ``arch``."""
+    pairs = {(r.a, r.b) for r in ROUTES if r.operation == "grouped_gemm" and r.arch == kernels_arch(arch)}
+    return [case for case in layers.CASES if (layers.activations_of(*case[:2]), case[0].name) in pairs]
+
+
+def check_layer_edges(arch: str | None = None) -> str:
+    """moe() at every edge is its passes' twins around the GPU's products and right, and so are its gradients."""
+    count = 0
+    for name, on_cpu in layers_at_edges(arch or cuda_driver().arch):
+        layer = on_cpu.to(layers.DEVICE)
+        out = layer.run()
+        assert out.shape == layer.x.shape, f"moe() of {name}: shape {tuple(out.shape)}"
+        if len(out):
+            same_bits(f"moe() of {name}", out, layers.composed(on_cpu))
+            last = torch.tensor([len(out) - 1], device=layers.DEVICE)
+            same_bits(f"a token of moe() of {name}", layer.only(last).run(), out[-1:].cpu())
+        if not ((on_cpu.ids >= 0) & (on_cpu.ids < EXPERTS)).any():
+            assert not out.any(), f"moe() of {name}: tokens without an expert are not 0"
+        else:
+            error = layers.largest_error(out.cpu(), on_cpu)
+            limit = FEW_SLOTS * layers.BOUNDS[layers.activations_of(layer.w13.format, layer.options["activations"])]
+            assert error <= limit, f"moe() of {name}: a token is off by {error:.3f}, allowed {limit}"
+        if layer.w13.format == FP8_BLOCK and set(layer.options) == {"activations"}:
+            check_gradients(name, on_cpu)
+        count += 1
+    return f"{count} edges of layers"
+
+
+def check_gradients(name: str, on_cpu: Layer) -> None:
+    """Gradients of moe() for x, weights and shared, against float64."""
+    shared = torch.randn(on_cpu.x.shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    dout = torch.randn(on_cpu.x.shape, generator=torch.Generator().manual_seed(4)).bfloat16()
+    layer = on_cpu.to(layers.DEVICE)
+    x, weights, added = (t.clone().requires_grad_() for t in (layer.x, layer.weights, shared.to(layers.DEVICE)))
+    replace(layer, x=x, weights=weights).run(shared=added).backward(dout.to(layers.DEVICE))
+    exact_x, exact_weights = (t.double().requires_grad_() for t in (on_cpu.x, on_cpu.weights))
+    w13, w2 = dequantize(on_cpu.w13).double(), dequantize(on_cpu.w2).double()
+    total = torch.zeros(on_cpu.x.shape, dtype=torch.float64)
+    for e in range(EXPERTS):
+        token, slot = (on_cpu.ids == e).nonzero(as_tuple=True)
+        gate, up = (exact_x[token] @ w13[e].t()).chunk(2, dim=1)
+        y = (torch.nn.functional.silu(gate) * up) @ w2[e].t()
+        total = total.index_add(0, token, y * exact_weights[token, slot, None])
+    if total.requires_grad:
+        total.backward(dout.double())
+    wanted = {"x": (x, exact_x), "top_k_weights": (weights, exact_weights)}
+    for part, (got, exact) in wanted.items():
+        want = torch.zeros_like(exact) if exact.grad is None else exact.grad
+        assert got.grad is not None
+        assert got.grad.shape == want.shape, f"gradient of {part}, {name}: shape {tuple(got.grad.shape)}"
+        error = float((got.grad.cpu().double() - want).norm() / (want.norm() or 1.0))
+        assert error <= GRADIENT_BOUND, f"gradient of {part}, {name}: off by {error:.3f}, allowed {GRADIENT_BOUND}"
+    assert added.grad is not None
+    same_bits(f"gradient of shared, {name}", added.grad, dout)
+
+
+def rehearse_edges(arch: str) -> None:
+    """The products of `check_layer_edges` on the CPU, by the emulator's backend; nobody looks at the outputs."""
+    for _, layer in layers_at_edges(arch):
+        if len(layer.ids):
+            layer.run(backend=backend_of(arch))
+            layer.only(torch.arange(1)).run(backend=backend_of(arch))
+
+
+# --- operators -------------------------------------------------------------------------------------------
+
+
+def operators() -> dict[str, tuple[Any, ...]]:
+    """Arguments of every operator on the device; scales are float32, which opcheck can compare."""
+    layer = draw_layer(FP8_BLOCK, None, (6, 3, 5, COLUMNS, HIDDEN), {}, False, 1).to(layers.DEVICE)
+    ids = layer.ids.clone()
+    inverse = route(ids, 5).inverse
+    y = torch.randn(18, COLUMNS, device=layers.DEVICE).bfloat16()
+    activation = ("swiglu", "alternating", 1.5, 7.0, 1.0)
+    weights, second = ops.packed(layer.w13), ops.packed(layer.w2)
+    how = ("FP8_BLOCK", "swiglu", "concatenated", 1.0, None, 0.0, torch.bfloat16, None)
+    none = (None,) * 5
+    return {
+        "route": (ids, 5),
+        "route_quantize": (layer.x, ids, 5, "FP8_BLOCK", "", "plain", None),
+        "gather_quantize": (layer.x, inverse, "FP8_BLOCK", "", "plain", None),
+        "activate_quantize": (y, *activation, "FP8_BLOCK", "", "plain", None, None),
+        "combine": (y, inverse, layer.weights, layer.x, torch.float32),
+        "combine_backward": (layer.x, y, inverse, layer.weights),
+        "moe": (layer.x, ids, layer.weights, *weights, *second, *none, *how),
+        "moe_backward": (
+            layer.x, layer.x, ids, layer.weights, *weights[:2], *second[:2], "concatenated", None, True
+        ),
+    }  # fmt: skip
+
+
+def check_operators() -> str:
+    """Every operator keeps torch.library's rules, and the layer compiles to one graph with the eager call's bits."""
+    found = operators()
+    for name, arguments in found.items():
+        torch.library.opcheck(getattr(torch.ops.padless, name).default, arguments)
+    layer = draw_layer(FP8_BLOCK, None, (7, 3, 5, COLUMNS, HIDDEN), {}, False, 2).to(layers.DEVICE)
+    compiled = torch.compile(partial(_doubled, layer.w13, layer.w2), backend="aot_eager", fullgraph=True)
+    given = (layer.x, layer.ids, layer.weights)
+    same_bits("compiled moe()", compiled(*given), _doubled(layer.w13, layer.w2, *given).cpu())
+    torch._dynamo.reset()
+    return f"{len(found)} operators"
+
+
+def _doubled(w13: Any, w2: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return moe(x * 2, ids, weights, w13, w2) + 1
+
+
+# --- decoding --------------------------------------------------------------------------------------------
+
+
+def check_decode() -> str:
+    """A layer of at most 64 tokens is four kernels, the products begun before those ahead of them have ended."""
+    for tokens in DECODED:
+        sizes = (tokens, DECODE_TOP_K, DECODE_EXPERTS, COLUMNS, HIDDEN)
+        for weights, activations in decoded_pairs(cuda_driver().arch):
+            layer = draw_layer(weights, activations, sizes, {}, False, tokens).to(layers.DEVICE)
+            judge_launches(f"{weights.name}, {tokens} tokens", *nodes_of(layer.run), programmatic=_is_programmatic())
+    return f"at most {MOST_LAUNCHES} launches"
+
+
+def decoded_pairs(arch: str) -> list[tuple[BlockScaledFormat, Any]]:
+    """(weights, activations) with kernels on ``arch`` whose rows are quantized while they are routed."""
+    pairs = [(w, a) for w, a, _, options, with_bias in cases(arch) if not options and not with_bias]
+    return [(w, a) for w, a in pairs if a is not torch.bfloat16 and w != NVFP4]
+
+
+def _is_programmatic() -> bool:
+    from padless.quantization.triton.launches import is_programmatic
+
+    return bool(is_programmatic(torch.device(layers.DEVICE)))
+
+
+def judge_launches(name: str, kinds: Sequence[str], early: int, *, programmatic: bool) -> None:
+    """Raises AssertionError for more than four nodes, for one that is no kernel, and for a product that waits.
+
+    kinds: of a captured layer's nodes. early: how many of them begin before the one ahead has ended.
+    """
+    assert set(kinds) == {"KERNEL"}, f"{name}: a layer's nodes are {kinds}"
+    assert len(kinds) <= MOST_LAUNCHES, f"{name}: {len(kinds)} launches, allowed {MOST_LAUNCHES}"
+    if programmatic:
+        assert early >= 2, f"{name}: {early} launches begin early, of two products"
+
+
+def nodes_of(call: Callable[[], object]) -> tuple[list[str], int]:
+    """Kinds of the nodes of a CUDA graph of one call, and how many edges between them are programmatic."""
+    from cuda.bindings import driver
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    nodes = _answer(driver.cuGraphGetNodes(raw, _answer(driver.cuGraphGetNodes(raw))[-1]))[0]
+    kinds = [str(_answer(driver.cuGraphNodeGetType(node))[0].name).rpartition("_")[2] for node in nodes]
+    count = _answer(driver.cuGraphGetEdges(raw))[-1]
+    edges_data = _answer(driver.cuGraphGetEdges(raw, count))[2] if count else []
+    programmatic = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return kinds, sum(int(edge.type) == int(programmatic) for edge in edges_data)
+
+
+def _answer(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    assert int(found[0]) == 0, f"CUDA driver: {found[0]}"
+    return found[1:]
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    **layers.PASSES,
+    "edges of the MoE layer's passes": check_edges,
+    "operators of the MoE layer": check_operators,
+    "MoE layer": layers.check_layer,
+    "MoE layer at edges": check_layer_edges,
+    "decoding by the MoE layer": check_decode,
+}
+# Those for which nothing is compiled ahead: Triton's kernels alone, or few products.
+TRITON_ALONE = (
+    *layers.PASSES,
+    "edges of the MoE layer's passes",
+    "operators of the MoE layer",
+    "decoding by the MoE layer",
+)
