@@ -281,6 +281,20 @@ def test_machine_code_of_combine(emulated: list[EmulatedKernel], monkeypatch: py
     assert all(k.launches for k in emulated[5:7])
 
 
+def test_machine_code_of_wide_sums(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What many tokens of wide rows are summed in; few get more programs."""
+    from padless.moe.triton import combine
+
+    sizes = ((1, 8), (64, 2048), (64, 2880), (64, 7168), (2048, 2048), (2048, 300))
+    assert [combine.choose_width(*size) for size in sizes] == [128, 256, 512, 512, 1024, 512]
+    for width, n in ((512, 520), (1024, 1032)):
+        monkeypatch.setattr(combine, "choose_width", lambda *size, width=width: width)
+        y, inverse, weights, _ = moe_cases.combine_problem(3, 3, n, torch.bfloat16, width)
+        out = torch.full((3, n), float("nan"), dtype=torch.bfloat16)
+        combine.combine(y, inverse, weights, None, out)
+        moe_cases.same_values(out, twins.combine(y, inverse, weights, None, torch.bfloat16))
+
+
 def compiled_ptx(kernel: Any) -> str:
     """All PTX that an emulated kernel was compiled to."""
     return "\n".join(c.asm["ptx"] for c in kernel._compiled.values())
