@@ -134,12 +134,24 @@ def test_machine_code_of_routed_rows_in_wide_tiles(
     emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What many tokens of wide rows are quantized in; few get more programs."""
+    from padless.formats import FP8_BLOCK, BlockScaledTensor
     from padless.moe.triton import quantize_rows
+    from padless.quantization.quantize import quantize
 
-    widths = [quantize_rows.routed_tile(*size).columns for size in ((64, 7168), (64, 2048), (16, 7168), (1, 2048))]
-    assert widths == [1024, 512, 512, 512]
-    monkeypatch.setattr(quantize_rows, "routed_tile", lambda *size: quantize_rows.Tile(1, 1024, 4))
-    moe_cases.routed_rows("cpu")
+    sizes = ((64, 7168), (64, 2048), (64, 768), (40, 7168), (16, 7168), (1, 2048))
+    widths = [quantize_rows.routed_tile(*size).columns for size in sizes]
+    assert widths == [2048, 2048, 1024, 1024, 512, 512]
+    for size, top_k in ((sizes[0], 3), (sizes[2], 8)):
+        tile = quantize_rows.routed_tile(*size)
+        monkeypatch.setattr(quantize_rows, "routed_tile", lambda *size, tile=tile: tile)
+        x, ids = moe_cases.awkward((5, tile.columns + 160), torch.bfloat16, 3), moe_cases.draw_ids(5, top_k, 9, 4)
+        rule = moe_cases.rules("FP8_BLOCK")[0]
+        slots, data, scale = quantize_rows.route_quantize(
+            x, ids, 9, FP8_BLOCK, scale_rule=rule, scale_layout="plain", factors=None
+        )
+        want = twins.route(ids, 9)
+        assert all(torch.equal(one, other) for one, other in zip(slots, want, strict=True))
+        moe_cases.assert_same(BlockScaledTensor(data, scale, FP8_BLOCK), quantize(x[want[1].long()], FP8_BLOCK))
 
 
 def test_machine_code_of_placed_scales(emulated: list[EmulatedKernel]) -> None:
@@ -157,12 +169,12 @@ def test_scales_are_placed_where_they_are_many(monkeypatch: pytest.MonkeyPatch) 
     asked = []
     monkeypatch.setattr(quantize_rows, "_quantize_rows", NoKernel())
     monkeypatch.setattr(place_scales, "_place_scales", NoKernel())
-    monkeypatch.setattr(place_scales, "place", lambda placed, scale: asked.append(scale.numel()))
-    for tokens, top_k, k in ((2048, 8, 2048), (8192, 4, 2048), (8192, 8, 1024), (1 << 16, 1, 1024), (1 << 16, 2, 2048)):
+    monkeypatch.setattr(place_scales, "place", lambda placed, scale, **how: asked.append(scale.numel()))
+    for tokens, top_k, k in ((1024, 8, 2048), (8192, 4, 1024), (4096, 8, 1024), (1 << 16, 1, 1024), (1 << 16, 2, 2048)):
         x = torch.empty((tokens, k), dtype=torch.bfloat16, device="meta")
         inverse = torch.empty((tokens, top_k), dtype=torch.int32, device="meta")
         quantize_rows.quantize_rows(x, FP8_BLOCK, inverse=inverse)
-    assert asked == [1 << 19, 1 << 19]
+    assert asked == [1 << 18, 1 << 18]
 
 
 def test_programmatic_launches_wait_first(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +188,52 @@ def test_programmatic_launches_wait_first(emulated: list[EmulatedKernel], monkey
         releases = ptx.find("griddepcontrol.launch_dependents")
         assert (releases < 0) == (kernel is emulated[7])
         assert kernel is emulated[7] or ptx.index("griddepcontrol.wait") < releases
+
+
+def test_rows_that_are_known_are_read_ahead(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch that places scales reads `tokens`, and nothing else, before the quantizing one has ended.
+
+    That one begins no other before it has itself waited for all that was launched ahead of it.
+    """
+    from support import emulated_triton
+
+    allowed = (*emulated_triton.COMPILERS_OWN, "grid-dependency")
+    monkeypatch.setattr(emulated_triton, "COMPILERS_OWN", allowed)
+    x, want, inverse, rows = _placed_programmatically(monkeypatch)
+    moe_cases.assert_same(moe_cases.quantized(x, "FP8_BLOCK", "", "plain", inverse=inverse, tokens=rows), want)
+    quantizing, placing = compiled_ptx(emulated[4]), compiled_ptx(emulated[7])
+    assert quantizing.index("griddepcontrol.wait") < quantizing.index("griddepcontrol.launch_dependents")
+    assert global_accesses(quantizing.split("griddepcontrol.wait;")[0]) == []
+    ahead, behind = placing.split("griddepcontrol.wait;")
+    assert global_accesses(ahead) == ["ld.global.b32"]
+    assert {access[:9] for access in global_accesses(behind)} == {"ld.global", "st.global"}
+
+
+def test_rows_that_the_launch_ahead_writes_are_not_read_ahead(
+    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from padless.moe.triton import place_scales
+
+    x, want, inverse, _ = _placed_programmatically(monkeypatch)
+    moe_cases.assert_same(moe_cases.quantized(x, "FP8_BLOCK", "", "plain", inverse=inverse), want)
+    place = place_scales.place
+    monkeypatch.setattr(place_scales, "place", lambda placed, scale, are_known: place(placed, scale, are_known=True))
+    with pytest.raises(AssertionError, match="grid-dependency"):
+        moe_cases.quantized(x, "FP8_BLOCK", "", "plain", inverse=inverse)
+
+
+def _placed_programmatically(monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor]:
+    """(x, its gathered rows quantized, inverse, the token of each row), scales to be placed as on a Hopper GPU."""
+    from padless import FP8_BLOCK
+    from padless.moe.triton import quantize_rows
+    from padless.quantization.quantize import quantize
+    from padless.quantization.triton import launches
+
+    monkeypatch.setattr(launches, "is_programmatic", lambda device: True)
+    monkeypatch.setattr(quantize_rows, "PLACED_SCALES", 1)
+    x = moe_cases.awkward((9, 416), torch.bfloat16, 1)
+    _, rows, inverse = twins.route(moe_cases.draw_ids(9, 3, 5, 1), 5)
+    return x, quantize(x[rows.long()], FP8_BLOCK), inverse, rows
 
 
 def test_a_launch_that_does_not_wait_is_noticed(
@@ -223,9 +281,28 @@ def test_machine_code_of_combine(emulated: list[EmulatedKernel], monkeypatch: py
     assert all(k.launches for k in emulated[5:7])
 
 
+def test_machine_code_of_wide_sums(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What many tokens of wide rows are summed in; few get more programs."""
+    from padless.moe.triton import combine
+
+    sizes = ((1, 8), (64, 2048), (64, 2880), (64, 7168), (2048, 2048), (2048, 300))
+    assert [combine.choose_width(*size) for size in sizes] == [128, 256, 512, 512, 1024, 512]
+    for width, n in ((512, 520), (1024, 1032)):
+        monkeypatch.setattr(combine, "choose_width", lambda *size, width=width: width)
+        y, inverse, weights, _ = moe_cases.combine_problem(3, 3, n, torch.bfloat16, width)
+        out = torch.full((3, n), float("nan"), dtype=torch.bfloat16)
+        combine.combine(y, inverse, weights, None, out)
+        moe_cases.same_values(out, twins.combine(y, inverse, weights, None, torch.bfloat16))
+
+
 def compiled_ptx(kernel: Any) -> str:
     """All PTX that an emulated kernel was compiled to."""
     return "\n".join(c.asm["ptx"] for c in kernel._compiled.values())
+
+
+def global_accesses(ptx: str) -> list[str]:
+    """The instructions that touch global memory, in order."""
+    return re.findall(r"\b(?:ld|st|atom|red)\.[\w.]*global[\w.:]*", ptx)
 
 
 def e4m3_pairs_taken_apart(ptx: str) -> set[str]:

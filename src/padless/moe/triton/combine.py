@@ -16,13 +16,18 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 LANES = 256  # partial sums of a dot product
 
 
+def choose_width(tokens: int, columns: int) -> int:
+    """Columns a program adds up: up to 1024, fewer where that would leave a GPU idle."""
+    most = 1024 if tokens * ceil_div(columns, 1024) >= 512 else 512 if tokens * ceil_div(columns, 512) >= 384 else 256
+    return min(max(triton.next_power_of_2(columns), 128), most)
+
+
 def combine(
     y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None, shared: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     """Writes out (T, N), neither of them 0, of checked arguments."""
     (tokens, n), top_k = out.shape, inverse.shape[1]
-    # Up to 1024 columns a program; fewer where that would leave a GPU idle.
-    width = min(max(triton.next_power_of_2(n), 128), 1024 if tokens * ceil_div(n, 1024) >= 512 else 256)
+    width = choose_width(tokens, n)
     launch(_combine, tokens * ceil_div(n, width))(
         y,
         inverse,

@@ -2,7 +2,7 @@
 
 A token's scales go to as many rows as it has experts, each to another line of memory: 4 bytes a store, and as many lines
 as the codes of 128 columns take. So the quantizing kernel stores them once, beside each other, and says which token each
-row is; behind it this kernel reads 64 or 128 rows' scales and stores them in runs along the rows.
+row is; behind it this kernel reads 32 rows' scales and stores them in runs along the rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,9 +17,10 @@ import triton.language as tl
 from padless.formats import ceil_div, round_up
 from padless.quantization.triton.launches import begin, launch, programmatic
 
-_ROWS_AT_ONCE = 64
-_FEW_ROWS = 1 << 15  # below, twice as many at once: half the programs
-_MOST_COLUMNS = 16
+# Small tiles, since most of the time is a chain of loads and stores behind the quantizing launch.
+_ROWS_AT_ONCE = 32
+_FEW_ROWS = 1 << 16  # below, twice as many warps a program
+_MOST_COLUMNS = 32
 _ALIGNMENT = 16  # of rows of scales, so that they are loaded 16 bytes at once
 
 
@@ -39,14 +40,19 @@ def empty(items: int, K: int, rows: int, device: torch.device, tokens: torch.Ten
     )
 
 
-def place(placed: Placed, scale: torch.Tensor) -> None:
-    """Writes the scales (rows, ceil(K / 128)), MN-major, and the zeros of their padding."""
+def place(placed: Placed, scale: torch.Tensor, *, are_known: bool = False) -> None:
+    """Writes the scales (rows, ceil(K / 128)), MN-major, and the zeros of their padding.
+
+    are_known: the items were there before the launch ahead began, which has not written them and begins no other before
+    it has itself waited.
+    """
     rows, columns = scale.shape
     width = min(triton.next_power_of_2(columns), _MOST_COLUMNS)
-    ld, at_once = scale.stride(1), _ROWS_AT_ONCE if rows >= _FEW_ROWS else 2 * _ROWS_AT_ONCE
-    launch(_place_scales, ceil_div(ld, at_once) * ceil_div(columns, width))(
+    ld = scale.stride(1)
+    launch(_place_scales, ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width))(
         placed.scale, placed.items, scale, rows, columns, ld, placed.scale.stride(0),
-        ROWS=at_once, COLUMNS=width, **programmatic(scale.device, releases=False), num_warps=4,
+        ROWS=_ROWS_AT_ONCE, COLUMNS=width, ARE_KNOWN=are_known, **programmatic(scale.device, releases=False),
+        num_warps=8 if rows < _FEW_ROWS else 4,
     )  # fmt: skip
 
 
@@ -61,14 +67,20 @@ def _place_scales(
     from_ld,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ARE_KNOWN: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    begin(PROGRAMMATIC)
+    if not ARE_KNOWN:
+        begin(PROGRAMMATIC)
     chunks = tl.cdiv(columns, COLUMNS)
     pid = tl.program_id(0)
     row = pid // chunks * ROWS + tl.arange(0, ROWS)
     column = pid % chunks * COLUMNS + tl.arange(0, COLUMNS)
     item = tl.load(items_ptr + row, mask=row < rows, other=0).to(tl.int64)
+    # The quantizing launch lets this one begin only when it has itself waited for what was launched before it, so that
+    # items written there can be read ahead.
+    if ARE_KNOWN:
+        begin(PROGRAMMATIC)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     scale = tl.load(from_ptr + item[:, None] * from_ld + column[None, :], mask=inside, other=0.0)
     at = to_ptr + column.to(tl.int64)[None, :] * ld + row[:, None]

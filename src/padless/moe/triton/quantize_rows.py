@@ -28,9 +28,9 @@ _NO_ACTIVATION = Activation(kind="silu")
 _ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
 ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
-# From so many scales on a launch that places them (`place_scales`) costs less than it saves: on an H200 4 us, against
-# 9 us a million; not where tokens go to two experts alone.
-PLACED_SCALES = 1 << 19
+# From so many scales on a launch that places them (`place_scales`) costs less than it saves: on an H200 2 us and 2 a
+# million, against 9 a million; not where tokens go to two experts alone.
+PLACED_SCALES = 1 << 18
 
 
 class Tile(NamedTuple):
@@ -43,6 +43,8 @@ class Tile(NamedTuple):
 
 def routed_tile(rows: int, columns: int) -> Tile:
     """The tile where every program sorts the slots: wider where there are enough programs."""
+    if rows >= 64:
+        return Tile(1, 2048 if columns > 1024 else 1024, 8)
     return Tile(1, 1024 if rows * ceil_div(columns, 512) >= _PROGRAMS else 512, 4)
 
 
@@ -187,7 +189,7 @@ def _launch(
     )
     if placed is not None:
         assert scale is not None
-        place_scales.place(placed, scale)
+        place_scales.place(placed, scale, are_known=tokens is not None)
     return data, scale
 
 
@@ -265,8 +267,16 @@ def _quantize_rows(
     # Rows are loaded ahead of the stores before theirs, which no compiler moves them across.
     if TOP_K > 0 and ROUTED == 0:
         next_row = tl.load(inverse_ptr + item * TOP_K, mask=there, other=0)
-    x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
-              alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
+    if ROUTED > 0:  # BLOCK_M is 1. Slots are sorted while the token is on its way.
+        values = tl.load(x_ptrs[:, None] + column[None, :], mask=inside, other=0.0)
+        token = pid // num_chunks
+        sorted_rows, lane = route.sort_few(
+            inverse_ptr, offs_ptr, tokens_ptr, new_inverse_ptr, token, items, num_experts, chunk == 0, TOP_K, ROUTED
+        )
+        x = casts.to_float32(values)
+    else:
+        x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
+                  alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
 
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     # Codes that are stored together, and how many there are in a row.
@@ -303,11 +313,6 @@ def _quantize_rows(
     scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
     codes_inside = there[:, None] & (place[None, :] < row_width)
     scale_inside = there[:, None] & (scale_column[None, :] < scale_columns)
-    if ROUTED > 0:  # BLOCK_M is 1
-        token = pid // num_chunks
-        sorted_rows, lane = route.sort_few(
-            inverse_ptr, offs_ptr, tokens_ptr, new_inverse_ptr, token, items, num_experts, chunk == 0, TOP_K, ROUTED
-        )
     for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
         if TOP_K == 0:
             row = item.to(tl.int64)
@@ -334,7 +339,7 @@ def _quantize_rows(
             tl.store(scale_ptr + offset, scale, mask=scale_inside)
     if placed_scale_ptr is not None:
         of_item = item.to(tl.int64)[:, None] * placed_ld + scale_column[None, :]
-        tl.store(placed_scale_ptr + of_item, scale, mask=scale_inside)
+        tl.store(placed_scale_ptr + of_item, scale, mask=scale_inside, eviction_policy="evict_last")  # soon read again
     elif RULE == "fp8_block":  # the padding below MN-major scales
         padded = out_rows + tl.arange(0, 4)
         place_in_padding = padded.to(tl.int64)[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
