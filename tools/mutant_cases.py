@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
+from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
+from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.runtime.choices import BackendName
 
 Call = Callable[[EmulatedDriver], object]
@@ -77,8 +79,8 @@ def activation(fmt: Any, k: int, **options: Any) -> Any:
     return padless.quantize(normal(rows(), k), fmt, **options)
 
 
-def weight(fmt: Any, n: int, k: int) -> Any:
-    return padless.quantize(normal(len(_sizes.groups), n, k), fmt, kind="weight")
+def weight(fmt: Any, n: int, k: int, groups: int | None = None) -> Any:
+    return padless.quantize(normal(groups or len(_sizes.groups), n, k), fmt, kind="weight")
 
 
 def product(a: Any, b: Any, config: KernelConfig) -> Call:
@@ -126,12 +128,39 @@ def dense(device: EmulatedDriver) -> object:
     return padless.gemm(a, b, backend=backend_of(device), config=config)
 
 
-def fp8_gradient(device: EmulatedDriver) -> object:
-    (_, dy), (_, x) = (
-        padless.quantize_rows_columns(normal(rows(), features), offsets(), column_block=block, rows=False)
-        for features, block in ((_sizes.n, (1, 128)), (_sizes.n - 128, (128, 128)))
-    )
-    return padless.grouped_gemm_wgrad(dy, x, backend=backend_of(device), config=WgradConfig(num_stages=2))
+def fp8_gradient(config: WgradConfig) -> Call:
+    """The product of a weight gradient, stored, or added to numbers; of a group of six blocks for the inmost loop."""
+
+    def call(device: EmulatedDriver) -> object:
+        with of_sizes(replace(LONG, groups=(100, 0, 680, 30)) if _sizes is LONG else _sizes):
+            n, k = _sizes.n, _sizes.n - 128 // config.cluster_n  # of a cluster both CTAs have columns
+            (_, dy), (_, x) = (
+                padless.quantize_rows_columns(normal(rows(), features), offsets(), column_block=block, rows=False)
+                for features, block in ((n, (1, 128)), (k, (128, 128)))
+            )
+            out = normal(len(_sizes.groups), n, k) if config.accumulate else None
+            return padless.grouped_gemm_wgrad(
+                dy, x, out=out, accumulate=config.accumulate, backend=backend_of(device), config=config
+            )
+
+    return call
+
+
+def mxfp8_gradient(device: EmulatedDriver) -> object:
+    """A CTA has one tile; of ten blocks of tokens each wait of a loop that is unrolled by four has to wait."""
+    groups = (0, 1185, 30) if _sizes is LONG else (5, 0, 130)
+    m, offs = sum(groups) + PAST, padless.group_offsets(groups)
+
+    def columns(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = padless.quantize(normal(m, 32), MXFP8), weight(MXFP8, n, 32, len(groups))
+        epilogue = padless.Epilogue(column_format=MXFP8, scale_rule="rceil")
+        made = padless.grouped_gemm_epilogue(a, b, offs, epilogue, backend="reference")
+        assert made.column_codes is not None
+        assert made.column_scale is not None
+        return made.column_codes, made.column_scale
+
+    dy, x = map(columns, (48, 144) if _sizes is LONG else (144, 48))
+    return grouped_gemm_wgrad_mxfp8(dy, x, offs, backend=backend_of(device), config=Sm100WgradConfig(num_stages=2))
 
 
 def bf16_gradient(device: EmulatedDriver) -> object:
@@ -161,6 +190,7 @@ BOTH = padless.Epilogue(alpha=True, prob=True, amax=True, row_format=MXFP8, colu
 FP8_ROWS = padless.Epilogue(alpha=True, prob=True, d_dtype=torch.bfloat16, row_format=FP8_BLOCK)
 NVFP4_ROWS = padless.Epilogue(alpha=True, amax=True, row_format=NVFP4, row_layout="blocked", scale_rule="te")
 PAIR = Sm100GroupedConfig(cta_group=2, num_stages=3)
+ADDING = WgradConfig(num_stages=2, cluster_n=2, out_dtype=torch.float32, accumulate=True, reduced_pieces=2)
 
 # name -> architecture, the call
 CASES: dict[str, tuple[str, Call]] = {
@@ -174,7 +204,8 @@ CASES: dict[str, tuple[str, Call]] = {
     "sm90_mxfp8": ("sm_90a", product(MXFP8, MXFP8, Sm90Mxfp8Config(num_stages=3))),
     "sm90_mxfp8, quantizing": ("sm_90a", quantizing(MXFP8, MXFP8, SWIGLU, Sm90Mxfp8Config(num_stages=3))),
     "sm90_bf16_plain": ("sm_90a", product(None, None, Bf16PlainConfig(block_n=128, num_stages=3))),
-    "sm90_fp8_wgrad": ("sm_90a", fp8_gradient),
+    "sm90_fp8_wgrad": ("sm_90a", fp8_gradient(WgradConfig(num_stages=2))),
+    "sm90_fp8_wgrad, adding in clusters": ("sm_90a", fp8_gradient(ADDING)),
     "sm90_bf16_wgrad": ("sm_90a", bf16_gradient),
     "sm90_rows_columns": ("sm_90a", rows_columns),
     "sm90_swiglu_backward": ("sm_90a", swiglu_backward),
@@ -183,4 +214,5 @@ CASES: dict[str, tuple[str, Call]] = {
     "sm100_grouped, FP8_BLOCK": ("sm_100a", product(FP8_BLOCK, FP8_BLOCK, Sm100GroupedConfig(num_stages=3))),
     "sm100_grouped, quantizing": ("sm_100a", quantizing(MXFP8, MXFP8, BOTH, PAIR)),
     "sm100_dense": ("sm_100a", dense),
+    "sm100_mxfp8_wgrad": ("sm_100a", mxfp8_gradient),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """The page about mutants of this library's kernels: `python tools/mutant_page.py [RECORD]`.
 
-From a record of `tools/mutants.py` (JSON lines) it writes docs/measured/mutants.json, in which like survivors are
-counted together, and from that docs/mutants.md; without one it writes the page alone.
+From a record of `tools/mutants.py` (JSON lines) it puts the kernels of the record into docs/measured/mutants.json, in
+which like survivors are counted together, and makes docs/mutants.md from that; without one it writes the page alone.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from mutant_reasons import reason_of
-from mutants import read, totals
+from mutants import SUMMARY, read, totals
 
-ROOT = Path(__file__).parents[1]
-SUMMARY, PAGE = ROOT / "docs" / "measured" / "mutants.json", ROOT / "docs" / "mutants.md"
+PAGE = Path(__file__).parents[1] / "docs" / "mutants.md"
 HEAD = """# Mutants of the kernels
 
 How much do the checks of [the emulator](emulator.md) notice? Every product kernel and every quantizing kernel of both
@@ -28,33 +27,42 @@ by an output that differs from the kernel's under the same schedule. The first p
 what survives two schedules of it is tried on a second one, of one stage to a tile and more workers. This page is
 generated (`tools/mutants.py`, `tools/mutant_page.py`) from `docs/measured/mutants.json`.
 
-{judged} of {all} mutants were judged, in the order of the kernels' text until the time was over; the rest is not known.
+{judged} of {all} mutants were judged{unknown}.
 {killed} of those were killed, {second} of them by the second problem alone. Each of the {left} others is equivalent, for
 the reason that stands with it, which was found by reading and not proved; {once} of them were tried on the first problem
 alone. The reasons rest on one rule of the emulator: a warp issues in order, so what it has read is over when it goes on.
 
-The record holds digests of the machine code that was judged; later changes of a kernel are not in it. One miss was
-mended on the way: an atomic of several CTAs whose scope was narrowed to one is a race now.
+One miss was mended on the way: an atomic of several CTAs whose scope was narrowed to one is a race now.
+
+To go on: `python tools/mutants.py run RECORD --unsettled` judges the kernels whose machine code (PTX, of which the JSON
+holds digests) is not that of the table, and those that were not judged whole; RECORD is a file of its own, to which an
+interrupted run goes on to add. It prints the survivors. `python tools/mutant_page.py RECORD` puts those kernels into the
+JSON, leaves the others as they are and makes the page; it refuses a survivor without a reason, which is to be found by
+reading and added to `tools/mutant_reasons.py`, or killed by a better check. Places are those of the judged text: where a
+line of a reason has moved, the reason's place moves with it. New kernels are added to `tools/mutant_cases.py`.
 
 | kernel | mutants | judged | killed by a report | by an output | equivalent | of those tried on one problem alone |
 |---|---|---|---|---|---|---|
 """
 
 
-def summarised(record: Path) -> dict[str, Any]:
-    """Counts by kernel, and the survivors: those of one place and change together.
+def summarised(record: Path, before: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Counts by kernel, and the survivors: those of one place and change together, each with its kernels' numbers.
 
-    Of a kernel that the record has in several versions, the one with the most verdicts counts.
+    Kernels that the record lacks are as in ``before``, a summary; those not in ``names`` are left out. Of a kernel that
+    the record has in several versions, the one that is judged furthest counts, of equals the last.
     """
     all_of, verdicts = totals(record), read(record)
     versions = Counter((v["case"], v["digest"]) for v in verdicts)
-    kept = {name: digest for (name, digest), _ in sorted(versions.items(), key=lambda item: item[1])}
-    kernels: dict[str, Any] = {}
-    survivors: Counter[tuple[str, str, str]] = Counter()
-    places: dict[tuple[str, str, str], set[str]] = {}
+    kept = dict(sorted(versions, key=lambda version: versions[version] / all_of[version]))
+    kernels = {name: own for name, own in before["kernels"].items() if name in names and name not in kept}
+    survivors: dict[tuple[str, str, str], Counter[str]] = {}
+    for old in before["survivors"]:
+        key = old["instruction"], old["change"], old["source"]
+        survivors[key] = Counter({name: count for name, count in old["kernels"].items() if name in kernels})
     for v in verdicts:
         name = v["case"]
-        if v["digest"] != kept[name]:
+        if v["digest"] != kept[name] or name not in names:
             continue
         blank = {"digest": v["digest"], "mutants": all_of[name, v["digest"]], "judged": 0, "second problem": 0,
                  "survivors": 0, "tried once": 0, "by": {}}  # fmt: skip
@@ -67,13 +75,17 @@ def summarised(record: Path) -> dict[str, Any]:
         own["survivors"] += 1
         own["tried once"] += not v.get("short")
         key = v["instruction"].split(" ")[0], v["change"], v["source"]
-        survivors[key] += 1
-        places.setdefault(key, set()).add(name)
+        survivors.setdefault(key, Counter())[name] += 1
     listed = [
-        {"instruction": key[0], "change": key[1], "source": key[2], "count": count, "kernels": sorted(places[key])}
-        for key, count in sorted(survivors.items())
+        {"instruction": key[0], "change": key[1], "source": key[2], "kernels": dict(sorted(counts.items()))}
+        for key, counts in sorted(survivors.items())
+        if counts
     ]
     return {"kernels": dict(sorted(kernels.items())), "survivors": listed}
+
+
+def count_of(survivor: Mapping[str, Any]) -> int:
+    return sum(survivor["kernels"].values())
 
 
 def page(summary: Mapping[str, Any]) -> str:
@@ -81,7 +93,9 @@ def page(summary: Mapping[str, Any]) -> str:
     rows = summary["kernels"]
     names = ("mutants", "judged", "survivors", "second problem", "tried once")
     total = {name: sum(own[name] for own in rows.values()) for name in names}
+    is_whole = total["judged"] == total["mutants"]
     text = HEAD.format(
+        unknown="" if is_whole else ", in the order of the kernels' text until the time was over; the rest is not known",
         all=total["mutants"], judged=total["judged"], killed=total["judged"] - total["survivors"],
         second=total["second problem"], left=total["survivors"], once=total["tried once"],
     )  # fmt: skip
@@ -96,17 +110,20 @@ def page(summary: Mapping[str, Any]) -> str:
             raise ValueError(f"nothing explains {survivor}; add a rule to tools/mutant_reasons.py, or kill it")
         by_reason.setdefault(reason.text, []).append(survivor)
     text += "\n| equivalent mutants | why | where |\n|---|---|---|\n"
-    for why, alike in sorted(by_reason.items(), key=lambda item: -sum(s["count"] for s in item[1])):
+    for why, alike in sorted(by_reason.items(), key=lambda item: -sum(map(count_of, item[1]))):
         what = sorted({f"{s['instruction'].split('.shared')[0]} {s['change']}" for s in alike})
         where = sorted({re.sub(r".*inlined at (.*)\)", r"\1", s["source"]) for s in alike})
         shown = ", ".join(f"`{name}`" for name in what)
-        text += f"| {sum(s['count'] for s in alike)}: {shown} | {why} | {', '.join(where)} |\n"
+        text += f"| {sum(map(count_of, alike))}: {shown} | {why} | {', '.join(where)} |\n"
     return text
 
 
 def main() -> int:
     if len(sys.argv) > 1:
-        SUMMARY.write_text(json.dumps(summarised(Path(sys.argv[1])), indent=1) + "\n")
+        from mutant_cases import CASES
+
+        before = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {"kernels": {}, "survivors": []}
+        SUMMARY.write_text(json.dumps(summarised(Path(sys.argv[1]), before, CASES), indent=1) + "\n")
     PAGE.write_text(page(json.loads(SUMMARY.read_text())))
     return 0
 

@@ -56,7 +56,8 @@ REASONS = (
     Reason(
         r"mbarrier\.arrive\.release",
         r"\.(release relaxed|cluster narrowed)",
-        "",
+        r"multiply\.cuh|tile_queue\.cuh:15[79]\b|storage\.cuh|promote\.cuh|piece_store\.cuh:116\b|sm100_mxfp8_gemm\.cu:2\d\d\b|"
+        r"sm100_grouped_gemm\.cu:29\d\b",
         "It gives back what was only read: an arrival says that reads are over, and asynchronous operations "
         "that were waited for, whatever its order.",
     ),
@@ -97,7 +98,7 @@ REASONS = (
     Reason(
         r"mbarrier\.try_wait",
         r"\.(acquire relaxed|cluster narrowed)",
-        r"sm100_grouped/(sm100_grouped_gemm\.cu|promote)|sm100_mxfp8_gemm\.cu:[23]\d\d\b",
+        r"sm100_grouped/(sm100_grouped_gemm\.cu|promote)|sm100_mxfp8_gemm\.cu:[23]\d\d\b|sm100_mxfp8_wgrad\.cu:124\b",
         "Tensor memory behind it is ordered by tcgen05.fence::after_thread_sync, which the ISA lets follow a "
         "relaxed wait.",
     ),
@@ -123,14 +124,14 @@ REASONS = (
     Reason(
         r"mbarrier\.try_wait",
         r"\.(acquire relaxed|cluster narrowed)",
-        "",
+        r"load\.cuh|tokens\.cuh|piece_store\.cuh:54\b|sm100_mxfp8_gemm\.cu:140\b|sm100_mxfp8_wgrad\.cu:(50|80)\b",
         "It waits to write over what was only read: an arrival says that reads are over, whatever the order "
         "of either side.",
     ),
     Reason(
         r"fence\.mbarrier_init",
         "deleted",
-        r"queue_start\.cuh",
+        r"queue_start\.cuh|sm100_grouped_gemm\.cu:393\b",
         "The queue's barriers are used by threads of the CTA alone, behind a barrier of the CTA; the fence is"
         " for the async proxy and other CTAs.",
     ),
@@ -156,9 +157,10 @@ REASONS = (
     Reason(
         r"wgmma\.fence",
         "deleted",
-        r"multiply\.cuh:(54|60|61|69)\b",
+        r"bf16_multiply\.cuh:(54|60)\b|fp8_wgrad/multiply\.cuh:(66|74)\b",
         "Between products of one shape that add to the same registers, which nothing touches in between, the "
-        "ISA orders by itself; the compiler puts these fences in where they are not written.",
+        "ISA orders by itself, and behind the last of them none is needed; the compiler puts these fences in where "
+        "they are not written.",
     ),
     Reason(
         r"wgmma\.(commit|wait)_group",
@@ -171,20 +173,34 @@ REASONS = (
     Reason(
         r"tcgen05\.fence::after",
         "deleted",
-        r"sm100_mxfp8_gemm\.cu:2\d\d\b|sm100_grouped_gemm\.cu:2(40|47)\b",
+        r"sm100_mxfp8_gemm\.cu:2\d\d\b|sm100_grouped_gemm\.cu:24[18]\b",
         "Another one follows before the first product of the tile; behind a wait for a stage of shared memory"
         " none is needed.",
     ),
     Reason(
+        r"tcgen05\.fence::after",
+        "deleted",
+        r"sm100_mxfp8_wgrad\.cu:96\b",
+        "Behind a wait for a stage of shared memory none is needed: until the tile is done this thread's copies and "
+        "products alone use tensor memory.",
+    ),
+    Reason(
+        r"tcgen05\.commit",
+        "deleted",
+        r"sm100_mxfp8_wgrad\.cu:114\b",
+        "That of a last, odd block of tokens: a CTA has one tile, so that its stage is not filled again, and the commit "
+        "that says that the tile is done covers these products.",
+    ),
+    Reason(
         r"tcgen05\.fence",
         "deleted",
-        r"sm100_mxfp8_gemm\.cu:(378|384)\b|sm100_grouped_gemm\.cu:(429|435)\b",
+        r"sm100_mxfp8_gemm\.cu:(378|384)\b|sm100_grouped_gemm\.cu:44[06]\b|sm100_mxfp8_wgrad\.cu:17[57]\b",
         "The fences at the kernel's start: no tensor memory has been touched yet.",
     ),
     Reason(
         r"tcgen05\.fence",
         "deleted",
-        r"sm100_mxfp8_gemm\.cu:(397|404)\b|sm100_grouped_gemm\.cu:(460|466)\b",
+        r"sm100_mxfp8_gemm\.cu:(397|404)\b|sm100_grouped_gemm\.cu:47[17]\b|sm100_mxfp8_wgrad\.cu:19[47]\b",
         "They stand around the barrier before tensor memory is freed, which is no asynchronous operation: loads were "
         "waited for by their warps, products by the store warps.",
     ),
@@ -206,8 +222,8 @@ REASONS = (
         r"bar\.sync",
         "deleted",
         "",
-        "Another barrier of all threads, or of the cluster, follows before anybody reads what was written in "
-        "front of it.",
+        "Another barrier of all threads, or of the cluster, stands between what was written in front of it and "
+        "whoever reads that.",
     ),
     Reason(
         r"barrier\.cluster\.arrive",
@@ -239,6 +255,15 @@ REASONS = (
         "deleted",
         r"tile_queue\.cuh:51\b",
         "A barrier of the CTA or the cluster follows before the tile is read.",
+    ),
+    Reason(
+        r"bar\.warp\.sync",
+        "deleted",
+        r"queue_start\.cuh:30\b|sm100_grouped_gemm\.cu:(395|422)\b|sm90_fp8_grouped_gemm\.cu:175\b|"
+        r"sm90_bf16_grouped_gemm\.cu:253\b|sm90_mxfp8_grouped_gemm\.cu:157\b|sm100_mxfp8_gemm\.cu:373\b|"
+        r"sm100_mxfp8_wgrad\.cu:170\b",
+        "One lane has made barriers or prefetched in front of it. The barriers are used behind a barrier of the CTA, or "
+        "by the warp itself behind another bar.warp.sync.",
     ),
     Reason(
         r"bar\.warp\.sync",

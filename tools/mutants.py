@@ -1,6 +1,7 @@
 """Mutants of this library's kernels: which missing or weakened synchronisations are noticed, and the table of the rest.
 
     python tools/mutants.py run RECORD [--processes N] [--seconds S] [--case NAME]    appends what RECORD lacks
+    python tools/mutants.py run RECORD --unsettled                                    of new and changed kernels alone
     python tools/mutants.py show RECORD                                               the table
 
 A record is JSON lines, one a verdict; a run goes on where another ended, and judges anew the kernels whose PTX has
@@ -19,7 +20,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from padless.runtime.driver import Argument, LaunchShape
 from padless.runtime.jit import CompiledKernel
 
 SEEDS = 2
+SUMMARY = Path(__file__).parents[1] / "docs" / "measured" / "mutants.json"
 Arrays = dict[str, np.ndarray[Any, Any]]
 Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
 
@@ -89,6 +91,20 @@ def captured(name: str, short: bool = False) -> Launch:
     raise RuntimeError(f"case {name} has launched nothing")
 
 
+def digest_of(launch: Launch) -> str:
+    return hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12]
+
+
+def unsettled(summary: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Those cases whose kernel is not in a summary of the page's tool as it is now, with all its mutants judged."""
+
+    def is_settled(name: str) -> bool:
+        own = summary["kernels"].get(name)
+        return own is not None and own["judged"] == own["mutants"] and own["digest"] == digest_of(captured(name))
+
+    return [name for name in names if not is_settled(name)]
+
+
 class Case:
     """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX. short: the second size."""
 
@@ -101,7 +117,7 @@ class Case:
         storages = (t.untyped_storage() for t in self._tensors.values())
         self._bytes = {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in storages}
         self._before = {address: raw.clone() for address, raw in self._bytes.items()}
-        self.digest = hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12]
+        self.digest = digest_of(launch)
         self.survey = Survey(launch.emulator, launch.kernel.entry, self.run, self.seeds)
         expected = self.survey.expected
         for output in list(expected[0]):  # of those that the schedule changes nothing can be said
@@ -246,11 +262,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--survivors", action="store_true", help="only those that the first size has not killed")
     parser.add_argument("--case", action="append", help="one of them alone; may be repeated")
+    parser.add_argument("--unsettled", action="store_true", help="those alone that the page lacks as they are now")
     options = parser.parse_args()
     if options.command == "run":
         from mutant_cases import CASES
 
-        run(options.record, options.case or list(CASES), options.processes, options.seconds, options.survivors)
+        names = options.case or list(CASES)
+        if options.unsettled:
+            names = unsettled(json.loads(SUMMARY.read_text()), names)
+            print(f"{len(names)} of {len(options.case or CASES)} cases: {'; '.join(names)}", flush=True)
+        if names:
+            run(options.record, names, options.processes, options.seconds, options.survivors)
     print("\n".join(table(read(options.record))))
     return 0
 

@@ -23,18 +23,60 @@ def summary() -> dict[str, Any]:
 def test_the_page_is_that_of_its_record(summary: dict[str, Any]) -> None:
     assert mutant_page.PAGE.read_text() == mutant_page.page(summary)
     assert summary["kernels"].keys() == CASES.keys()
-    listed = sum(survivor["count"] for survivor in summary["survivors"])
-    assert listed == sum(own["survivors"] for own in summary["kernels"].values())
-    for own in summary["kernels"].values():
+    for name, own in summary["kernels"].items():
+        listed = sum(survivor["kernels"].get(name, 0) for survivor in summary["survivors"])
+        assert listed == own["survivors"]
         assert own["mutants"] >= own["judged"] == own["survivors"] + sum(own["by"].values())
         assert own["tried once"] <= own["survivors"]
 
 
 def test_every_survivor_has_a_reason_and_every_reason_a_survivor(summary: dict[str, Any]) -> None:
     assert {reason_of(survivor) for survivor in summary["survivors"]} == set(REASONS)
-    unknown = {"instruction": "wgmma.commit_group", "change": "deleted", "source": "x.cuh:1", "count": 1}
+    unknown = {"instruction": "wgmma.commit_group", "change": "deleted", "source": "x.cuh:1", "kernels": {"x": 1}}
     with pytest.raises(ValueError, match="nothing explains"):
         mutant_page.page({**summary, "survivors": [unknown]})
+
+
+def verdict(case: str, digest: str, line: int, killed_by: str) -> dict[str, Any]:
+    return {"case": case, "digest": digest, "line": line, "change": "deleted", "killed_by": killed_by, "short": True,
+             "source": f"{case}.cu:{line}", "instruction": "bar.warp.sync %r1"}  # fmt: skip
+
+
+def summarised(path: Path, lines: list[dict[str, Any]], before: dict[str, Any]) -> dict[str, Any]:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return mutant_page.summarised(path, before, ["a", "b", "c"])
+
+
+def test_a_record_of_some_kernels_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    """And of a kernel's versions the one that is judged furthest counts, of equals the last; one that is gone goes."""
+    all_of = [{"case": name, "digest": digest, "mutants": 2} for name, digest in (("a", "1"), ("b", "1"), ("x", "1"))]
+    verdicts = [verdict(name, "1", line, "race" * (line - 1)) for name in "abx" for line in (1, 2)]
+    before = summarised(tmp_path / "first", [*all_of, *verdicts], {"kernels": {}, "survivors": []})
+    assert {name: own["judged"] for name, own in before["kernels"].items()} == {"a": 2, "b": 2}
+    assert [s["kernels"] for s in before["survivors"]] == [{"a": 1}, {"b": 1}]
+
+    again = [
+        {"case": "b", "digest": "2", "mutants": 1}, {"case": "b", "digest": "3", "mutants": 3},
+        {"case": "c", "digest": "1", "mutants": 1},
+        verdict("b", "3", 1, ""), verdict("b", "3", 2, ""), verdict("b", "2", 7, ""), verdict("c", "1", 1, "output"),
+    ]  # fmt: skip
+    after = summarised(tmp_path / "second", again, before)
+    assert after["kernels"]["a"] == before["kernels"]["a"]
+    assert after["kernels"]["b"] == {"digest": "2", "mutants": 1, "judged": 1, "second problem": 0, "survivors": 1,
+                                     "tried once": 0, "by": {}}  # fmt: skip
+    assert after["kernels"]["c"]["by"] == {"output": 1}
+    assert [(s["source"], s["kernels"]) for s in after["survivors"]] == [("a.cu:1", {"a": 1}), ("b.cu:7", {"b": 1})]
+    assert after == summarised(tmp_path / "second", again, after)
+
+
+def test_unsettled_are_new_changed_and_unfinished_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "captured", lambda name: name)
+    monkeypatch.setattr(mutants, "digest_of", lambda name: "1")
+    kernels = {
+        "whole": {"digest": "1", "judged": 3, "mutants": 3}, "changed": {"digest": "0", "judged": 3, "mutants": 3},
+        "begun": {"digest": "1", "judged": 2, "mutants": 3},
+    }  # fmt: skip
+    assert mutants.unsettled({"kernels": kernels}, [*kernels, "new"]) == ["changed", "begun", "new"]
 
 
 @pytest.mark.slow
