@@ -16,6 +16,7 @@ from padless.epilogue import ACTIVATIONS, SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import BlockScaledFormat
 from padless.kernels import maps
 from padless.kernels.config import Requirement
+from padless.kernels.epilogue_gate import check_gate_up, gate_constants
 from padless.kernels.launch import KernelConfig
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver
@@ -41,7 +42,7 @@ class QuantConfig:
 # --- names on the device side ---------------------------------------------------------------------------------
 
 _MX_RULES = {"floor": "FLOOR", "cudnn": "NORM_CONST", "cudnn_documented": "NORM_CONST_FIRST"}  # others: RCEIL
-_GLU_NAMES = dict(zip(ACTIVATIONS, ("GLU_NONE", "GLU_INTERLEAVED", "GLU_CONCATENATED"), strict=True))
+_GLU_NAMES = {name: f"GLU_{name.removeprefix('swiglu_').upper()}" for name in ACTIVATIONS}
 _LAYOUTS = {"plain": "STRIDED", "plain_mn": "STRIDED", "blocked": "BLOCKED", "blocked_groups": "BLOCKED_GROUPS"}
 
 
@@ -65,6 +66,7 @@ def prelude_of(epilogue: Epilogue) -> str:
         f"#define ROW_SCALES SCALES_{_LAYOUTS[epilogue.row_layout if epilogue.row_format else 'plain']}",
         f"#define COLUMN_SCALES SCALES_{_LAYOUTS[epilogue.column_layout if epilogue.column_format else 'plain']}",
     ]
+    lines += gate_constants(epilogue.gate_rule)
     if epilogue.norm_const and epilogue.format is not None:
         lines.append(f"#define SCALED_MAX {SCALED_MAX[epilogue.scale_rule, epilogue.format]}f")
     return "\n".join(lines) + "\n"
@@ -100,7 +102,7 @@ def check_outputs(
     alignments: Mapping[str, int] = MappingProxyType({"bias": 8}),
 ) -> None:
     """Raises ValueError for sizes and addresses that the kernels' stores cannot have; alignments: bytes, of others."""
-    multiple = multiples[epilogue.activation]
+    multiple = check_gate_up(epilogue.activation, multiples)
     if n % multiple != 0:
         raise ValueError(f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}")
     for name in ("d", "row_codes", "column_codes"):

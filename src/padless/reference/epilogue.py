@@ -12,6 +12,7 @@ import torch
 
 from padless.epilogue import INTERLEAVE, SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
+from padless.reference.gate_rule import gates_of
 from padless.reference.gemm import fma_float32, group_rows
 
 FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
@@ -71,8 +72,8 @@ def group_values(
     elif alpha is not None:
         x = x * alpha
     if epilogue.activation != "none":
-        gate, up = _gate_and_up(x, epilogue.activation)
-        x = gate * sigmoid(gate) * up
+        gate, up, inner = gates_of(*_gate_and_up(x, epilogue.activation), epilogue.gate_rule)
+        x = gate * sigmoid(inner) * up
     return x if prob is None or gates_bias else x * prob
 
 
@@ -85,6 +86,8 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 
 def _gate_and_up(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
     n = x.shape[1]
+    if activation == "swiglu_alternating":
+        return x[:, 0::2], x[:, 1::2]
     if activation == "swiglu_concatenated":
         return x[:, : n // 2], x[:, n // 2 :]
     column = torch.arange(n)
