@@ -7,6 +7,12 @@ from collections.abc import Mapping
 
 from padless.epilogue import GateRule
 
+# What N has to be a multiple of: 16 bytes of D; gate and up in runs of 32 columns, or in halves of 16 bytes. In the FP8
+# kernel each half has whole blocks of scales. Hopper's kernel of FP4 weights takes gate and up that alternate.
+MULTIPLES_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
+FP8_BLOCK_MULTIPLES_OF_N = MULTIPLES_OF_N | {"swiglu_concatenated": 128}
+SM90_BF16_MULTIPLES_OF_N = MULTIPLES_OF_N | {"swiglu_alternating": 16}
+
 
 def gate_constants(rule: GateRule | None) -> list[str]:
     """Lines of C++ behind which kernels/device/quant_rules.cuh compiles the rule; none for the plain SwiGLU."""

@@ -1,10 +1,22 @@
-"""Reference of `padless.epilogue.GateRule`: what a SwiGLU's gate and up are multiplied as."""
+"""Reference of a SwiGLU's gate and up: which columns they are, and what a `padless.epilogue.GateRule` makes of them."""
 
 from __future__ import annotations
 
 import torch
 
-from padless.epilogue import GateRule
+from padless.epilogue import INTERLEAVE, GateRule
+
+
+def gate_and_up(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns of gate and of up of x (M, N)."""
+    n = x.shape[1]
+    if activation == "swiglu_alternating":
+        return x[:, 0::2], x[:, 1::2]
+    if activation == "swiglu_concatenated":
+        return x[:, : n // 2], x[:, n // 2 :]
+    column = torch.arange(n)
+    is_gate = column // INTERLEAVE % 2 == 0
+    return x[:, is_gate], x[:, ~is_gate]
 
 
 def gates_of(

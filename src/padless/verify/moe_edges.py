@@ -33,7 +33,7 @@ from padless.runtime.driver import cuda_driver
 from padless.verify import moe as layers
 from padless.verify.emulator.kernels import backend_of
 from padless.verify.moe import Layer, draw_layer, same_bits, same_quantized
-from padless.verify.moe_gates import check_gates
+from padless.verify.moe_gates import check_gates, rehearse_gates
 
 EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
 DECODED, DECODE_EXPERTS, DECODE_TOP_K = (1, 16, 64), 64, 8
@@ -338,3 +338,4 @@ TRITON_ALONE = (
     "operators of the MoE layer",
     "decoding by the MoE layer",
 )
+REHEARSALS = {"MoE layer": layers.rehearse, "gated epilogues": rehearse_gates, "MoE layer at edges": rehearse_edges}
