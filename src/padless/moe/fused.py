@@ -27,18 +27,22 @@ _MAX_LAUNCHES = 4096
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
 
 
-def fuses(weights: BlockScaledTensor, activation: Activation, backend: str | None = None) -> bool:
+def fuses(
+    weights: BlockScaledTensor, activation: Activation, format: BlockScaledFormat | None, backend: str | None = None
+) -> bool:
     """Whether the GEMM's epilogue computes the activation and quantizes: SwiGLU, with a limit, alpha and offset too.
 
-    It follows from the weights and where they are alone, never from the number of tokens: the epilogue activates
-    float32 sums and the separate pass sums rounded to bfloat16. Gate and up are halves or runs of 32, I a multiple of 64
-    and the weights' scales plain for halves; or they alternate in FP4 weights, I a multiple of 32, but on Blackwell.
+    format: of the activated rows, None for bfloat16. It follows from formats, weights and where they are alone, never
+    from the number of tokens: the epilogue activates float32 sums and the separate pass sums rounded to bfloat16. Gate
+    and up are halves or runs of 32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in
+    FP4 weights, I a multiple of 32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
     """
     if activation.kind != "swiglu":
         return False
     n = weights.data.shape[1]
     if activation.gate_up == "alternating":
-        return weights.format in (MXFP4, NVFP4) and n % 64 == 0 and not _on_blackwell(weights.device, backend)
+        is_fp4 = weights.format in (MXFP4, NVFP4) and format != FP8_BLOCK
+        return is_fp4 and n % 64 == 0 and not _on_blackwell(weights.device, backend)
     apart = activation.gate_up == "concatenated"
     return n % 128 == 0 and not (apart and weights.scale_layout != "plain")
 

@@ -239,7 +239,7 @@ class Projection:
         global_scale: torch.Tensor | None,
     ) -> BlockScaledTensor | torch.Tensor:
         """The activation of the product, quantized to format or rounded to bfloat16: in one launch where `fuses`."""
-        if not fuses(self.weights, activation, self.backend):
+        if not fuses(self.weights, activation, format, self.backend):
             h = self.product(a, offs)
             return activate_quantize(h, activation, format, global_scale=global_scale, offs=offs)
         return swiglu(

@@ -36,7 +36,7 @@ from padless.verify.moe import Layer, draw_layer, same_bits, same_quantized
 from padless.verify.moe_gates import check_gates, rehearse_gates
 
 EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
-DECODED, DECODE_EXPERTS, DECODE_TOP_K = (1, 16, 64), 64, 8
+DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
 MOST_LAUNCHES = 4
 # Norm of the error of a gradient over its norm, against float64 with the dequantized weights: as in the forward pass,
 # activations and gradients are rounded to e4m3.
@@ -264,7 +264,7 @@ def _doubled(w13: Any, w2: Any, x: torch.Tensor, ids: torch.Tensor, weights: tor
 def check_decode() -> str:
     """A layer of at most 64 tokens is four kernels, the products begun before those ahead of them have ended."""
     for tokens in DECODED:
-        sizes = (tokens, DECODE_TOP_K, DECODE_EXPERTS, COLUMNS, HIDDEN)
+        sizes = (tokens, DECODE_TOP_K, DECODE_EXPERTS, DECODE_COLUMNS, DECODE_COLUMNS)
         for weights, activations, options, with_bias in decoded(cuda_driver().arch):
             layer = draw_layer(weights, activations, sizes, options, with_bias, tokens).to(layers.DEVICE)
             judge_launches(
@@ -276,9 +276,9 @@ def check_decode() -> str:
 def decoded(arch: str) -> Iterator[tuple[BlockScaledFormat, Any, dict[str, Any], bool]]:
     """(weights, activations, options, whether with biases) of four launches: plain SwiGLU, and gpt-oss' on Hopper."""
     for weights, activations, _, options, with_bias in cases(arch):
-        if (not options and not with_bias and weights != NVFP4) or (
-            options == layers.GPT_OSS and kernels_arch(arch) == "sm_90a"
-        ):
+        is_plain = not options and not with_bias and weights != NVFP4
+        is_gpt_oss = options == layers.GPT_OSS and activations is torch.bfloat16
+        if is_plain or (is_gpt_oss and kernels_arch(arch) == "sm_90a"):
             yield weights, activations, options, with_bias
 
 

@@ -74,7 +74,7 @@ class Gated(NamedTuple):
 
 def _moved(t: BlockScaledTensor, device: str) -> BlockScaledTensor:
     scale = None if t.global_scale is None else t.global_scale.to(device)
-    return BlockScaledTensor(t.data.to(device), t.scale.to(device), t.format, scale, t.scale_layout)
+    return BlockScaledTensor(t.data.to(device), t.scale.contiguous().to(device), t.format, scale, t.scale_layout)
 
 
 def problems_of(arch: str) -> Iterator[Gated]:

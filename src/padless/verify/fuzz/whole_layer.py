@@ -139,7 +139,7 @@ class _Layer:
         offs, tokens, inverse = routing_of(ids, self.o["experts"])
         rows = x[tokens.long()]
         a: Any = rows if self.format is None else quantize(rows, self.format, global_scale=self.scale)
-        if fuses(self.w13, self.activation, self.place.backend):
+        if fuses(self.w13, self.activation, self.format, self.place.backend):
             hidden = self._fused(a, offs)
         else:
             product = self._product(a, self.w13, self.bias13, offs)
