@@ -10,6 +10,8 @@ The arithmetic, element by element, all of it float32 and every operation that i
       bias_rule "gated_bias"   bias' = fl(bias[g, n] * prob[m])     step 4 is then left out; no activation
  3. activation "swiglu_*", on pairs of columns:
       h  =  fl(fl(gate * s) * up),  s = fl(1 / fl(1 + fl(exp(-gate))))
+      With a GateRule gate is first at most limit and up between -limit and limit (NaN stays), up becomes
+      fl(up + up_offset), and s is of fl(gate * alpha) in the place of gate.
       The exponential is the one operation that is not exactly rounded: a GPU's is off by up to 2^-21 of its value. Where
       the sum is above 2^126, from gates of -87.34 down, s would be subnormal and is 0.
  4. x  =  fl(h * prob[m])                                           prob
@@ -89,7 +91,7 @@ from padless.formats import (
 )
 from padless.layouts import blocked_groups_rows
 
-ACTIVATIONS = ("none", "swiglu_interleaved", "swiglu_concatenated")
+ACTIVATIONS = ("none", "swiglu_interleaved", "swiglu_concatenated", "swiglu_alternating")
 BIAS_RULES = ("gated_sum", "gated_bias")
 MX_FORMATS = (MXFP8, MXFP8_E5M2, MXFP4)
 ROW_FORMATS = (FP8_BLOCK, *MX_FORMATS, NVFP4)
@@ -118,6 +120,15 @@ SCALED_MAX: dict[tuple[str, BlockScaledFormat], float] = {
 
 
 @dataclass(frozen=True)
+class GateRule:
+    """What SwiGLU does beside gate * sigmoid(gate) * up: gpt-oss has GateRule(1.702, 7.0, 1.0). limit None is none."""
+
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """Everything that an epilogue does; no sizes and no addresses, so one compiled kernel serves every M and G.
 
@@ -128,7 +139,9 @@ class Epilogue:
             without prob. "gated_bias" is what cuDNN's GEMM + Quant kernel computes, to the bit of float32 sums that
             are equal (`grouped_gemm_quant.py` of its frontend 1.32), and has no activation.
         activation: "none"; or "swiglu_interleaved", N is 32 columns of gate, 32 of up, 32 of gate, ..; or
-            "swiglu_concatenated", gate in the first N / 2 columns and up in the others. Then N_out = N / 2.
+            "swiglu_concatenated", gate in the first N / 2 columns and up in the others; or "swiglu_alternating", one
+            column of gate, one of up, ... Then N_out = N / 2.
+        gate_rule: of a SwiGLU that is not the plain one; None for that.
         amax: whether the largest magnitude of each group is wanted.
         d_dtype: bfloat16, float16 or float32 of the unquantised output, None for none.
         row_format: format of the output quantised along N, None for none.
@@ -146,6 +159,7 @@ class Epilogue:
     prob: bool = False
     bias_rule: str = "gated_sum"
     activation: str = "none"
+    gate_rule: GateRule | None = None
     amax: bool = False
     d_dtype: torch.dtype | None = None
     row_format: BlockScaledFormat | None = None
@@ -164,6 +178,7 @@ class Epilogue:
         require(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         require(self.bias_rule in BIAS_RULES, "bias_rule", " or ".join(BIAS_RULES))
         require(self.bias_rule == "gated_sum" or self.activation == "none", "bias_rule", "gated_sum with an activation")
+        require(self.gate_rule is None or self.is_glu, "gate_rule", "None without a SwiGLU")
         require(self.d_dtype in (None, *OUT_DTYPES), "d_dtype", "None, torch.bfloat16, torch.float16 or torch.float32")
         rows, columns = (", ".join(f.name for f in allowed) + " or None" for allowed in (ROW_FORMATS, COLUMN_FORMATS))
         require(row in (None, *ROW_FORMATS), "row_format", rows)

@@ -16,8 +16,11 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, FP8Li
 import padless
 import padless.integrations.transformers
 from padless import FP8_BLOCK, MXFP4, MXFP8, dequantize, quantize
+from padless.emulator.fake_driver import EmulatedDriver
+from padless.integrations import weights as shared_weights
 from padless.integrations.transformers import quantize_experts, set_activations
 from padless.integrations.transformers.weights import expert_weights
+from padless.kernels.sm90_bf16 import host as sm90_bf16
 from support.hub_checkpoints import (
     VOCABULARY,
     dequantized,
@@ -249,6 +252,32 @@ def test_one_block_of_gpt_oss(activations: Any, device: str, folder_of: Callable
     assert error(got, want) < bound
     busy = (ids < experts.num_experts).any(-1)
     assert row_errors(got, want)[busy].max() < 1.5 * bound
+
+
+def test_gpt_oss_scales_are_copied_once(folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: in tiles, which kernels read where they are; the same logits, and the file's parameters stay."""
+    model = load(folder_of("gpt_oss", "mxfp4"), experts_implementation="padless")
+    want = logits(model)
+    before = expert_weights(experts_of(model)[0])
+    monkeypatch.setattr(shared_weights, "is_on_gpu", lambda t: True)
+    again = load(folder_of("gpt_oss", "mxfp4"), experts_implementation="padless")
+    assert torch.equal(logits(again), want)
+    built = expert_weights(experts_of(again)[0])
+    rows = torch.randn(9, 256).bfloat16()
+    offs = torch.tensor([2, 2, 9, 9], dtype=torch.int32)
+    for plain, tiled in ((before.w13, built.w13), (before.w2, built.w2)):
+        assert (plain.scale_layout, tiled.scale_layout) == ("plain", "blocked")
+        copies = []
+        for t in (plain, tiled):  # a file's tensors lie anywhere
+            t = padless.BlockScaledTensor(t.data.clone(), t.scale.clone(), t.format, None, t.scale_layout)
+            out = torch.empty(9, t.data.shape[1], dtype=torch.bfloat16)
+            given = rows[:, : t.logical_shape[-1]].contiguous()
+            copies.append(sm90_bf16.prepare(EmulatedDriver(), given, t, offs, out, None).copies)
+        assert len(copies[0]) == 1
+        assert copies[1] == ()
+    assert {name for name, _ in experts_of(again)[0].named_parameters()} == {
+        name for name, _ in experts_of(model)[0].named_parameters()
+    }
 
 
 def test_gpt_oss_generates_the_tokens_of_dequantized_weights(folder_of: Callable[..., Path]) -> None:

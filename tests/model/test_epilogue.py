@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, group_offsets, layouts, quantize
-from padless.epilogue import SCALE_RULES, Epilogue
+from padless.epilogue import SCALE_RULES, Epilogue, GateRule
 from padless.kernels.epilogue_launch import prelude_of
 from padless.reference import epilogue as reference_epilogue
 from padless.reference.epilogue import epilogue_reference
@@ -365,7 +365,10 @@ def test_every_field_reaches_the_prelude() -> None:
         "column_layout": "blocked_groups",
         "scale_rule": "cudnn_documented",
     }
-    assert set(changes) == {field.name for field in fields(Epilogue)}
+    gated = replace(base, activation="swiglu_interleaved")
+    rules = (None, GateRule(), GateRule(alpha=2.0), GateRule(limit=2.0), GateRule(up_offset=2.0))
+    assert len({prelude_of(replace(gated, gate_rule=rule)) for rule in rules}) == len(rules)
+    assert {*changes, "gate_rule"} == {field.name for field in fields(Epilogue)}
     for field, value in changes.items():
         assert prelude_of(replace(base, **{field: value})) != prelude_of(base), field
 

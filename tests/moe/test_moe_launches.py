@@ -56,7 +56,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
         {"_quantize_rows": 2, "_combine": 1},
     ),
     ("global scales", (NVFP4, None), {}, {"_quantize_rows": 1, "_combine": 1, "_factors_of_given": 1}),
-    ("bfloat16 activations", (MXFP4, torch.bfloat16), {}, {"_route_few": 1, "_combine": 1}),
+    ("bfloat16 activations", (MXFP4, torch.bfloat16), {}, {"_quantize_rows": 1, "_combine": 1}),
 ]
 
 
@@ -74,7 +74,21 @@ def test_launches_and_bits(
     assert counted(triton_kernels) == launches
 
 
-def test_decoding_is_four_launches(triton_kernels: dict[str, EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
+GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0, "bias": True}
+
+
+@pytest.mark.parametrize(
+    ("pair", "options", "kernel"),
+    [((FP8_BLOCK, None), {}, "sm90_fp8"), ((MXFP4, torch.bfloat16), GPT_OSS, "sm90_bf16")],
+    ids=["FP8", "gpt-oss"],
+)
+def test_decoding_is_four_launches(
+    pair: Any,
+    options: dict[str, Any],
+    kernel: str,
+    triton_kernels: dict[str, EmulatedKernel],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every launch of a layer, products too, and which of them begin before the kernel ahead has ended."""
     launched: list[tuple[str, bool]] = []
     launch = Emulator.launch
@@ -84,10 +98,12 @@ def test_decoding_is_four_launches(triton_kernels: dict[str, EmulatedKernel], mo
         return launch(self, name, *arguments, **options)
 
     monkeypatch.setattr(Emulator, "launch", noted)
-    layer = draw_layer((FP8_BLOCK, None), tokens=5, top_k=2, experts=3, h=128, i=64, seed=9)
-    layer.run(moe, backend="emulator")
-    product = "padless_sm90_fp8_grouped_gemm"
+    layer = draw_layer(pair, tokens=5, top_k=2, experts=3, h=128, i=64, seed=9, **options)
+    got = layer.run(moe, backend="emulator")
+    product = f"padless_{kernel}_grouped_gemm"
     assert launched == [("_quantize_rows", True), (product, True), (product, True), ("_combine", False)]
+    with mock.patch.object(ops, "runs_triton", return_value=False):
+        assert torch.equal(got, layer.run(moe, backend="emulator"))
 
 
 @pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_rank": 1, "_scan": 1, "_place": 1})])

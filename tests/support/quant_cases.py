@@ -166,7 +166,7 @@ def glu_of_own_values(
     assert (values != 0).any()
     sums = torch.full_like(acc[:, : values.shape[1]], float("nan"))
     sums[: case.valid] = values
-    rest = dataclasses.replace(epilogue, alpha=False, bias=False, prob=False, activation="none")
+    rest = dataclasses.replace(epilogue, alpha=False, bias=False, prob=False, activation="none", gate_rule=None)
     narrow = copy.copy(case)
     narrow.n //= 2
     return sums, rest, narrow

@@ -114,8 +114,10 @@ def test_a_layer_of_more_launches_is_noticed(kinds: list[str], early: int, said:
 
 
 def test_decoding_is_of_more_than_one_pair() -> None:
-    for arch in ("sm_90a", "sm_100a"):
-        assert len(moe_edges.decoded_pairs(arch)) >= 2
+    hopper, blackwell = (list(moe_edges.decoded(arch)) for arch in ("sm_90a", "sm_100a"))
+    assert len(blackwell) >= 2
+    assert len(hopper) >= 4
+    assert {activations for _, activations, options, _ in hopper if options} == {torch.bfloat16}
 
 
 def test_verify_has_the_checks() -> None:

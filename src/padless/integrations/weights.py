@@ -11,6 +11,7 @@ import torch
 
 from padless.checkpoints import from_deepseek, from_torch
 from padless.formats import MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.layouts import to_blocked
 from padless.moe import ops
 from padless.moe.layer import ACTIVATIONS, BF16
 
@@ -75,6 +76,22 @@ def exponents(scale: torch.Tensor) -> torch.Tensor:
     return scale.to(torch.float8_e8m0fnu)
 
 
+def in_tiles(t: BlockScaledTensor) -> BlockScaledTensor:
+    """t with its scales in 32x4x4 tiles, for a kernel to read where they are; t itself where it reads plain ones so.
+
+    Plain scales of FP4 weights are copied at every product unless a row of them is a multiple of 16 bytes: gpt-oss' 2880
+    columns have 90. In tiles they take as many bytes again while the plain ones are kept, a quarter of a bit a weight.
+    """
+    if not is_on_gpu(t) or t.format not in (MXFP4, NVFP4) or t.scale_layout != "plain" or t.scale.shape[-1] % 16 == 0:
+        return t
+    return BlockScaledTensor(t.data, to_blocked(t.scale), t.format, t.global_scale, "blocked")
+
+
+def is_on_gpu(t: BlockScaledTensor) -> bool:
+    """Whether kernels read it; the reference copies nothing."""
+    return t.device.type == "cuda"
+
+
 def activations_for(weights: BlockScaledTensor) -> str:
     """Name of the format for activations beside the weights, "BF16" for none.
 
@@ -118,7 +135,7 @@ class WeightCache:
         key = tuple(None if t is None else _identity(t) for t in sources)
         if self._weights is None or key != self._key:
             first = block_scaled("w13", w13, w13_scale, self._remedy)
-            second = block_scaled("w2", w2, w2_scale, self._remedy)
+            second = in_tiles(block_scaled("w2", w2, w2_scale, self._remedy))
             self._weights = ExpertWeights(first, second, _float32(bias13), _float32(bias2), activations_for(first))
             # The tensors are kept, so that no other one can be at the address of a freed one.
             self._key, self._sources = key, sources

@@ -13,9 +13,9 @@ from types import MappingProxyType
 import torch
 
 from padless.epilogue import ACTIVATIONS, SCALED_MAX, Epilogue, EpilogueTensors
-from padless.formats import BlockScaledFormat
 from padless.kernels import maps
 from padless.kernels.config import Requirement
+from padless.kernels.epilogue_gate import MULTIPLES_OF_N, check_gate_up, gate_constants
 from padless.kernels.launch import KernelConfig
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver
@@ -41,7 +41,7 @@ class QuantConfig:
 # --- names on the device side ---------------------------------------------------------------------------------
 
 _MX_RULES = {"floor": "FLOOR", "cudnn": "NORM_CONST", "cudnn_documented": "NORM_CONST_FIRST"}  # others: RCEIL
-_GLU_NAMES = dict(zip(ACTIVATIONS, ("GLU_NONE", "GLU_INTERLEAVED", "GLU_CONCATENATED"), strict=True))
+_GLU_NAMES = {name: f"GLU_{name.removeprefix('swiglu_').upper()}" for name in ACTIVATIONS}
 _LAYOUTS = {"plain": "STRIDED", "plain_mn": "STRIDED", "blocked": "BLOCKED", "blocked_groups": "BLOCKED_GROUPS"}
 
 
@@ -59,27 +59,19 @@ def prelude_of(epilogue: Epilogue) -> str:
     lines += [f"#define {name} {int(value)}" for name, value in constants.items()]
     lines += [
         f"#define GLU {_GLU_NAMES[epilogue.activation]}",
-        f"#define ROW_QUANT {_name_of(epilogue.row_format)}",
-        f"#define COLUMN_QUANT {_name_of(epilogue.column_format)}",
+        f"#define ROW_QUANT QUANT_{getattr(epilogue.row_format, 'name', 'NONE')}",
+        f"#define COLUMN_QUANT QUANT_{getattr(epilogue.column_format, 'name', 'NONE')}",
         f"#define MX_RULE MX_{_MX_RULES.get(epilogue.scale_rule, 'RCEIL')}",
         f"#define ROW_SCALES SCALES_{_LAYOUTS[epilogue.row_layout if epilogue.row_format else 'plain']}",
         f"#define COLUMN_SCALES SCALES_{_LAYOUTS[epilogue.column_layout if epilogue.column_format else 'plain']}",
     ]
+    lines += gate_constants(epilogue.gate_rule)
     if epilogue.norm_const and epilogue.format is not None:
         lines.append(f"#define SCALED_MAX {SCALED_MAX[epilogue.scale_rule, epilogue.format]}f")
     return "\n".join(lines) + "\n"
 
 
-def _name_of(format: BlockScaledFormat | None) -> str:
-    return "QUANT_NONE" if format is None else f"QUANT_{format.name}"
-
-
 # --- checks ---------------------------------------------------------------------------------------------------
-
-# What N has to be a multiple of: 16 bytes of D; gate and up in runs of 32 columns, or in halves of 16 bytes. In the FP8
-# kernel each half has whole blocks of scales.
-MULTIPLES_OF_N = {"none": 8, "swiglu_interleaved": 64, "swiglu_concatenated": 16}
-FP8_BLOCK_MULTIPLES_OF_N = MULTIPLES_OF_N | {"swiglu_concatenated": 128}
 
 
 def requirement_of(tile: KernelConfig) -> Requirement:
@@ -100,7 +92,7 @@ def check_outputs(
     alignments: Mapping[str, int] = MappingProxyType({"bias": 8}),
 ) -> None:
     """Raises ValueError for sizes and addresses that the kernels' stores cannot have; alignments: bytes, of others."""
-    multiple = multiples[epilogue.activation]
+    multiple = check_gate_up(epilogue.activation, multiples)
     if n % multiple != 0:
         raise ValueError(f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}")
     for name in ("d", "row_codes", "column_codes"):

@@ -1,4 +1,6 @@
-"""First projection with SwiGLU and quantization in the GEMM's epilogue; packed launches are found again by addresses.
+"""First projection with SwiGLU and quantization in the GEMM's epilogue, and which activations that can be.
+
+Packed launches are found again by addresses.
 
 A packed launch depends on addresses, shapes, strides and formats alone. All of them are read at every call and compared,
 as in `padless.launch_cache`, so no operand is kept alive and none is trusted to be what it was.
@@ -11,9 +13,10 @@ from typing import Any
 
 import torch
 
-from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.epilogue import Epilogue, EpilogueTensors, GateRule
+from padless.formats import FP8_BLOCK, MXFP4, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import keep
+from padless.moe.activation import Activation
 from padless.ops import launch_cache
 from padless.ops.checks import check_operands
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
@@ -25,14 +28,55 @@ _MAX_LAUNCHES = 4096
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
 
 
+def fuses(
+    weights: BlockScaledTensor, activation: Activation, format: BlockScaledFormat | None, backend: str | None = None
+) -> bool:
+    """Whether the GEMM's epilogue computes the activation and quantizes: SwiGLU, with a limit, alpha and offset too.
+
+    format: of the activated rows, None for bfloat16. It follows from formats, weights and where they are alone, never
+    from the number of tokens: the epilogue activates float32 sums and the separate pass sums rounded to bfloat16. Gate
+    and up are halves or runs of 32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in
+    FP4 weights, I a multiple of 32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
+    """
+    if activation.kind != "swiglu":
+        return False
+    n = weights.data.shape[1]
+    if activation.gate_up == "alternating":
+        is_fp4 = weights.format in (MXFP4, NVFP4) and format != FP8_BLOCK
+        return is_fp4 and n % 64 == 0 and not _on_blackwell(weights.device, backend)
+    apart = activation.gate_up == "concatenated"
+    return n % 128 == 0 and not (apart and weights.scale_layout != "plain")
+
+
+def _on_blackwell(device: torch.device, backend: str | None) -> bool:
+    if device.type == "cuda":
+        return _capability(device.index or 0) >= (10, 0)
+    return backend is not None and backend.endswith("sm_100a")
+
+
+@lru_cache(maxsize=16)
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+def gate_rule_of(activation: Activation) -> GateRule | None:
+    """The rule of a SwiGLU's epilogue; None for the plain one."""
+    if activation.is_plain_swiglu:
+        return None
+    return GateRule(activation.alpha, activation.limit, activation.up_offset)
+
+
 @lru_cache(maxsize=64)
-def epilogue_of(gate_up: str, has_bias: bool, format: BlockScaledFormat | None) -> Epilogue:
+def epilogue_of(
+    gate_up: str, has_bias: bool, format: BlockScaledFormat | None, gate_rule: GateRule | None = None
+) -> Epilogue:
     """SwiGLU, quantized to format with scales that the next product reads, or rounded to bfloat16 for None."""
     if format is None:
-        return Epilogue(bias=has_bias, activation=f"swiglu_{gate_up}", d_dtype=torch.bfloat16)
+        return Epilogue(bias=has_bias, activation=f"swiglu_{gate_up}", gate_rule=gate_rule, d_dtype=torch.bfloat16)
     return Epilogue(
         bias=has_bias,
         activation=f"swiglu_{gate_up}",
+        gate_rule=gate_rule,
         row_format=format,
         row_layout="plain_mn" if format == FP8_BLOCK else "plain",
         scale_rule=SCALE_RULES.get(format.name, "rceil"),
@@ -45,6 +89,7 @@ def swiglu(
     offs: torch.Tensor,
     *,
     gate_up: str,
+    gate_rule: GateRule | None = None,
     bias: torch.Tensor | None,
     format: BlockScaledFormat | None,
     global_scale: torch.Tensor | None,
@@ -54,7 +99,7 @@ def swiglu(
 
     bias: (G, N); in another dtype than float32 it is converted first. global_scale: NVFP4's, one value or (G,).
     """
-    epilogue = epilogue_of(gate_up, bias is not None, format)
+    epilogue = epilogue_of(gate_up, bias is not None, format, gate_rule)
     m, (num_groups, n, _) = a.shape[0], weights.data.shape
     numbers = EpilogueTensors(
         bias=None if bias is None else bias.to(torch.float32).contiguous(),

@@ -8,9 +8,9 @@ from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.activation import Activation
-from padless.moe.checks import check_inverse, check_matrix
+from padless.moe.checks import check_inverse, check_matrix, on_device_of
 from padless.moe.combining import combine
-from padless.moe.routing import Routing, check_ids
+from padless.moe.routing import Routing, check_ids, route
 from padless.ops.checks import describe
 from padless.quantization.quantize import SCALE_RULES
 from padless.runtime.choices import ScaleLayout, ScaleRule
@@ -67,6 +67,18 @@ def route_quantize(
     )
     t = BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
     return Routing(offs, tokens, inverse), t
+
+
+def route_gather(x: torch.Tensor, top_k_index: torch.Tensor, num_experts: int) -> tuple[Routing, torch.Tensor]:
+    """(route(top_k_index, num_experts), x[tokens] (S, K)) of bfloat16 x: one launch up to 1024 slots. Not traced."""
+    if not ops.fuses_routing(x, top_k_index):
+        routing = route(top_k_index, num_experts)
+        return routing, x.index_select(0, routing.tokens)
+    from padless.moe.triton import quantize_rows
+
+    with on_device_of(x):
+        slots, rows = quantize_rows.route_gather(x, top_k_index.contiguous(), num_experts)
+    return Routing(*slots), rows
 
 
 def _check_gathered(

@@ -18,8 +18,8 @@ from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
-from padless.moe.fused import swiglu
-from padless.moe.gather import activate_quantize, route_quantize
+from padless.moe.fused import fuses, gate_rule_of, swiglu
+from padless.moe.gather import activate_quantize, route_gather, route_quantize
 from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
@@ -201,8 +201,7 @@ def gathered(
 ) -> tuple[Routing, BlockScaledTensor | torch.Tensor]:
     """The routing, and rows of x sorted by expert, quantized to format; bfloat16 for None."""
     if format is None:
-        routing = route(top_k_index, num_experts)
-        return routing, x.index_select(0, routing.tokens)
+        return route_gather(x, top_k_index, num_experts)
     if global_scale is not None and global_scale.numel() > 1:  # a token's codes differ by expert
         routing = route(top_k_index, num_experts)
         return routing, quantize(x, format, rows=routing.tokens, global_scale=global_scale, offs=routing.offs)
@@ -240,7 +239,7 @@ class Projection:
         global_scale: torch.Tensor | None,
     ) -> BlockScaledTensor | torch.Tensor:
         """The activation of the product, quantized to format or rounded to bfloat16: in one launch where `fuses`."""
-        if not fuses(self.weights, activation):
+        if not fuses(self.weights, activation, format, self.backend):
             h = self.product(a, offs)
             return activate_quantize(h, activation, format, global_scale=global_scale, offs=offs)
         return swiglu(
@@ -248,23 +247,12 @@ class Projection:
             self.weights,
             offs,
             gate_up=activation.gate_up,
+            gate_rule=gate_rule_of(activation),
             bias=self.bias,
             format=format,
             global_scale=global_scale,
             backend=self.backend,
         )
-
-
-def fuses(weights: BlockScaledTensor, activation: Activation) -> bool:
-    """Whether the GEMM's epilogue computes the activation and quantizes: plain SwiGLU of halves, or of runs of 32.
-
-    It follows from the weights alone, never from the number of tokens: the epilogue activates float32 sums and the
-    separate pass sums rounded to bfloat16. I is a multiple of 64, and the weights' scales are plain for halves.
-    """
-    if not activation.is_plain_swiglu or activation.gate_up == "alternating":
-        return False
-    apart = activation.gate_up == "concatenated"
-    return weights.data.shape[1] % 128 == 0 and not (apart and weights.scale_layout != "plain")
 
 
 # --- checks ----------------------------------------------------------------------------------------------

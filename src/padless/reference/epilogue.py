@@ -10,8 +10,9 @@ from functools import cache
 
 import torch
 
-from padless.epilogue import INTERLEAVE, SCALED_MAX, Epilogue, EpilogueTensors
+from padless.epilogue import SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
+from padless.reference.gate_rule import gate_and_up, gates_of
 from padless.reference.gemm import fma_float32, group_rows
 
 FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
@@ -71,8 +72,8 @@ def group_values(
     elif alpha is not None:
         x = x * alpha
     if epilogue.activation != "none":
-        gate, up = _gate_and_up(x, epilogue.activation)
-        x = gate * sigmoid(gate) * up
+        gate, up, inner = gates_of(*gate_and_up(x, epilogue.activation), epilogue.gate_rule)
+        x = gate * sigmoid(inner) * up
     return x if prob is None or gates_bias else x * prob
 
 
@@ -81,15 +82,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
     power = torch.exp(-x.to(torch.float64)).to(torch.float32)
     s = 1.0 / (1.0 + power)
     return torch.where(s < 2.0**-126, 0.0, s)
-
-
-def _gate_and_up(x: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor]:
-    n = x.shape[1]
-    if activation == "swiglu_concatenated":
-        return x[:, : n // 2], x[:, n // 2 :]
-    column = torch.arange(n)
-    is_gate = column // INTERLEAVE % 2 == 0
-    return x[:, is_gate], x[:, ~is_gate]
 
 
 def _raised(held: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ from padless.moe import (
     route_quantize,
     twins,
 )
-from padless.moe.layer import Projection, fuses
+from padless.moe.fused import fuses
+from padless.moe.layer import Projection
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.choices import ScaleLayout
 from padless.runtime.driver import cuda_driver
@@ -338,7 +339,7 @@ def composed(layer: Layer) -> torch.Tensor:
         for w, bias in ((there.w13, there.options.get("bias13")), (there.w2, there.options.get("bias2")))
     )
     ends = offs.to(DEVICE)
-    if fuses(layer.w13, act):
+    if fuses(there.w13, act, format):
         hidden: Any = first.activated(a, ends, act, format, _on_gpu(scale))
     else:
         h = first.product(a, ends).cpu()

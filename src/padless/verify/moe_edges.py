@@ -33,9 +33,10 @@ from padless.runtime.driver import cuda_driver
 from padless.verify import moe as layers
 from padless.verify.emulator.kernels import backend_of
 from padless.verify.moe import Layer, draw_layer, same_bits, same_quantized
+from padless.verify.moe_gates import check_gates, rehearse_gates
 
 EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
-DECODED, DECODE_EXPERTS, DECODE_TOP_K = (1, 16, 64), 64, 8
+DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
 MOST_LAUNCHES = 4
 # Norm of the error of a gradient over its norm, against float64 with the dequantized weights: as in the forward pass,
 # activations and gradients are rounded to e4m3.
@@ -263,17 +264,22 @@ def _doubled(w13: Any, w2: Any, x: torch.Tensor, ids: torch.Tensor, weights: tor
 def check_decode() -> str:
     """A layer of at most 64 tokens is four kernels, the products begun before those ahead of them have ended."""
     for tokens in DECODED:
-        sizes = (tokens, DECODE_TOP_K, DECODE_EXPERTS, COLUMNS, HIDDEN)
-        for weights, activations in decoded_pairs(cuda_driver().arch):
-            layer = draw_layer(weights, activations, sizes, {}, False, tokens).to(layers.DEVICE)
-            judge_launches(f"{weights.name}, {tokens} tokens", *nodes_of(layer.run), programmatic=_is_programmatic())
+        sizes = (tokens, DECODE_TOP_K, DECODE_EXPERTS, DECODE_COLUMNS, DECODE_COLUMNS)
+        for weights, activations, options, with_bias in decoded(cuda_driver().arch):
+            layer = draw_layer(weights, activations, sizes, options, with_bias, tokens).to(layers.DEVICE)
+            judge_launches(
+                f"{weights.name} {options}, {tokens} tokens", *nodes_of(layer.run), programmatic=_is_programmatic()
+            )
     return f"at most {MOST_LAUNCHES} launches"
 
 
-def decoded_pairs(arch: str) -> list[tuple[BlockScaledFormat, Any]]:
-    """(weights, activations) with kernels on ``arch`` whose rows are quantized while they are routed."""
-    pairs = [(w, a) for w, a, _, options, with_bias in cases(arch) if not options and not with_bias]
-    return [(w, a) for w, a in pairs if a is not torch.bfloat16 and w != NVFP4]
+def decoded(arch: str) -> Iterator[tuple[BlockScaledFormat, Any, dict[str, Any], bool]]:
+    """(weights, activations, options, whether with biases) of four launches: plain SwiGLU, and gpt-oss' on Hopper."""
+    for weights, activations, _, options, with_bias in cases(arch):
+        is_plain = not options and not with_bias and weights != NVFP4
+        is_gpt_oss = options == layers.GPT_OSS and activations is torch.bfloat16
+        if is_plain or (is_gpt_oss and kernels_arch(arch) == "sm_90a"):
+            yield weights, activations, options, with_bias
 
 
 def _is_programmatic() -> bool:
@@ -320,6 +326,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **layers.PASSES,
     "edges of the MoE layer's passes": check_edges,
     "operators of the MoE layer": check_operators,
+    "gated epilogues": check_gates,
     "MoE layer": layers.check_layer,
     "MoE layer at edges": check_layer_edges,
     "decoding by the MoE layer": check_decode,
@@ -331,3 +338,4 @@ TRITON_ALONE = (
     "operators of the MoE layer",
     "decoding by the MoE layer",
 )
+REHEARSALS = {"MoE layer": layers.rehearse, "gated epilogues": rehearse_gates, "MoE layer at edges": rehearse_edges}

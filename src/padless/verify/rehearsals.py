@@ -9,7 +9,7 @@ from typing import Any
 from padless.emulator import fake_driver
 from padless.kernels.table import kernels_arch
 from padless.testing.compile_ahead import BOTH_IMAGES, Rehearsal
-from padless.verify import chains, epilogue, formats, fp8_block, invariance, moe, moe_edges, small, wgrad
+from padless.verify import chains, epilogue, formats, fp8_block, invariance, moe_edges, small, wgrad
 from padless.verify.bf16 import forward as bf16_forward
 from padless.verify.bf16 import wgrad as bf16_wgrad
 from padless.verify.blackwell import PROBLEM_LISTS, PRODUCTS, dense_launches, list_launches
@@ -74,8 +74,7 @@ _WHOLE: dict[str, Callable[[str], object]] = {
     "dense MXFP8": partial(_exhaust, dense_launches, PRODUCTS),
     "lists of problems": partial(_exhaust, list_launches, PROBLEM_LISTS),
     **dict.fromkeys(moe_edges.TRITON_ALONE, _nothing),
-    "MoE layer": moe.rehearse,
-    "MoE layer at edges": moe_edges.rehearse_edges,
+    **moe_edges.REHEARSALS,
     "chains": chains.rehearse,
     "training layer": partial(_on_backend, training.rehearse),
     "training layer in graphs": partial(_on_backend, training.rehearse),

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.finegrained_fp8 import FP8Experts
 
-from padless.formats import FP8_BLOCK, MXFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.integrations.weights import activations_for
 from padless.kernels.table import ROUTES
 from padless.moe import ops
@@ -22,7 +21,7 @@ def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | 
 
     format: a format that padless multiplies with the weights' (docs/supported.md says on which GPU), torch.bfloat16 for
         activations that are not quantized, or None for the default. FP4 weights take FP8_BLOCK or bfloat16 on Hopper:
-        FP8_BLOCK halves the bytes of rows and needs a launch less, bfloat16 is more exact.
+        FP8_BLOCK rows are what FP8 checkpoints with FP4 experts were made for, bfloat16 ones are more exact and faster.
 
     Raises ValueError for another format and where no quantized experts are found.
     """
@@ -56,10 +55,7 @@ def activations_of(module: Any, w13: BlockScaledTensor) -> str:
     name = chosen(module)
     if name is not None:
         return name
-    default = activations_for(w13)
-    # "activation_scheme": "dynamic" of an FP8 checkpoint says that activations are FP8, beside FP4 experts too.
-    is_fp8_model = isinstance(module, FP8Experts) and w13.format == MXFP4
-    return FP8_BLOCK.name if is_fp8_model and default == BF16 else default
+    return activations_for(w13)
 
 
 def _name(format: object) -> str:

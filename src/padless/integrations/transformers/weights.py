@@ -16,7 +16,7 @@ from torch import nn
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.transformers.activations import activations_of, chosen
 from padless.integrations.transformers.operators import aligned
-from padless.integrations.weights import ExpertWeights, block_scaled
+from padless.integrations.weights import ExpertWeights, block_scaled, in_tiles
 from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
@@ -76,7 +76,11 @@ def _build(module: Any) -> ExpertWeights:
             "scales alone: choose another experts_implementation"
         )
     first = first_projection(module)
-    w13, w2 = _weight(module, first), _weight(module, "down_proj")
+    w13, w2 = _weight(module, first), in_tiles(_weight(module, "down_proj"))
+    if (
+        getattr(module, "padless_activation", {}).get("gate_up") == "alternating"
+    ):  # the epilogue reads them in tiles too
+        w13 = in_tiles(w13)
     bias13, bias2 = (_detached(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
     return ExpertWeights(w13, w2, bias13, bias2, activations_of(module, w13))
 

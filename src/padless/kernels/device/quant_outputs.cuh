@@ -9,6 +9,7 @@
 constexpr int GLU_NONE = 0;
 constexpr int GLU_INTERLEAVED = 1;   // 32 columns of gate, 32 of up, 32 of gate, ..
 constexpr int GLU_CONCATENATED = 2;  // gate in the first N / 2 columns, up in the others
+constexpr int GLU_ALTERNATING = 3;   // a column of gate, one of up, ..
 
 constexpr bool BIAS_GATED_BY_PROB = BIAS_IS_GATED && HAS_BIAS && HAS_PROB;
 constexpr bool GATES_SUM = HAS_PROB && !BIAS_GATED_BY_PROB;

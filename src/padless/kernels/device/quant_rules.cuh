@@ -65,8 +65,16 @@ template <int COUNT>
 __device__ __forceinline__ void swiglu(float (&gate)[COUNT], const float (&up)[COUNT]) {
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) {
+#ifdef GATE_ALPHA  // a GateRule of the epilogue: GATE_LIMIT is Inf for none; comparisons keep a NaN
+        const float g = gate[e] > GATE_LIMIT ? GATE_LIMIT : gate[e];
+        const float most = up[e] > GATE_LIMIT ? GATE_LIMIT : up[e];
+        const float u = __fadd_rn(most < -GATE_LIMIT ? -GATE_LIMIT : most, UP_OFFSET);
+        const float s = reciprocal_from_one(one_plus_exp_minus(__fmul_rn(g, GATE_ALPHA)));
+        gate[e] = __fmul_rn(__fmul_rn(g, s), u);
+#else
         const float s = reciprocal_from_one(one_plus_exp_minus(gate[e]));
         gate[e] = __fmul_rn(__fmul_rn(gate[e], s), up[e]);
+#endif
     }
 }
 

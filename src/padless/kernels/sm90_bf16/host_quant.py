@@ -13,6 +13,7 @@ import torch
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.config import format_name
+from padless.kernels.epilogue_gate import SM90_BF16_MULTIPLES_OF_N
 from padless.kernels.epilogue_launch import QuantConfig, check_outputs, output_address, outputs_argument, present
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
@@ -47,7 +48,7 @@ def prepare(
     layout, and FP8_BLOCK rows and columns of a SwiGLU together.
     """
     m, (num_groups, n) = a.shape[0], b.data.shape[:2]
-    check_outputs(n, tensors, epilogue)
+    check_outputs(n, tensors, epilogue, SM90_BF16_MULTIPLES_OF_N)
     if epilogue.gate_and_up_apart and b.scale_layout == "blocked":
         raise ValueError(
             "b has scale_layout 'blocked', whose scales of 128 rows lie together; a SwiGLU of concatenated gate and up "

@@ -16,7 +16,7 @@
 // rows, of 32 bytes and more.
 //
 // A GLU epilogue needs 32 columns of gate and then 32 of up in every 64 of a tile. The producer sees to it where weights
-// have them apart (weight_row).
+// have them apart (weight_row). Where they alternate the rows of a piece are read in pairs.
 #pragma once
 
 constexpr bool GATE_AND_UP_APART = GLU == GLU_CONCATENATED;
@@ -55,6 +55,7 @@ constexpr int PIECE_BYTES = BLOCK_M * PITCH * 4;
 
 // Where a column of the output, counted from the piece's first, has its sum, or its gate's sum, in a staged row.
 __device__ __forceinline__ int staged_column(int column) {
+    if constexpr (GLU == GLU_ALTERNATING) return column / 4 * 8 + column % 4;  // four pairs a lane
     return GLU == GLU_NONE ? column : column / GLU_RUN * (2 * GLU_RUN) + column % GLU_RUN;
 }
 
@@ -78,6 +79,16 @@ __device__ __forceinline__ void load_biases(float (&bias)[4], const float* of_gr
             exist ? __ldg(reinterpret_cast<const float2*>(of_group + row + e)) : float2{0.0f, 0.0f};
         bias[e] = pair.x;
         bias[e + 1] = pair.y;
+    }
+}
+
+// Four pairs of gate and up, two in either, to four gates and four ups.
+__device__ __forceinline__ void split_pairs(float (&low)[4], float (&high)[4]) {
+    const float gate[4] = {low[0], low[2], high[0], high[2]}, up[4] = {low[1], low[3], high[1], high[3]};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        low[e] = gate[e];
+        high[e] = up[e];
     }
 }
 
@@ -105,10 +116,16 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
     float bias[4] = {}, bias_up[4] = {};
     if constexpr (HAS_BIAS) {
         const float* const of_group = quant.bias + static_cast<long long>(tile.group) * n;
-        const int row = GLU == GLU_INTERLEAVED ? out / GLU_RUN * (2 * GLU_RUN) + out % GLU_RUN : out;
-        load_biases(bias, of_group, row, column_exists);
-        if constexpr (GLU != GLU_NONE)
-            load_biases(bias_up, of_group, row + (GLU == GLU_INTERLEAVED ? GLU_RUN : n / 2), column_exists);
+        if constexpr (GLU == GLU_ALTERNATING) {
+            load_biases(bias, of_group, 2 * out, column_exists);
+            load_biases(bias_up, of_group, 2 * out + 4, column_exists);
+        } else {
+            const int row = GLU == GLU_INTERLEAVED ? out / GLU_RUN * (2 * GLU_RUN) + out % GLU_RUN : out;
+            load_biases(bias, of_group, row, column_exists);
+            if constexpr (GLU != GLU_NONE)
+                load_biases(bias_up, of_group, row + (GLU == GLU_INTERLEAVED ? GLU_RUN : n / 2),
+                            column_exists);
+        }
     }
     const RowFormat format = RowFormat::make(quant.constant + place.group * quant.constant_stride);
     const int blocks = (quant.n_out + RowFormat::BLOCK - 1) / RowFormat::BLOCK;
@@ -129,7 +146,8 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
         sum(at, bias, v);
         if constexpr (GLU != GLU_NONE) {
             float up[4];
-            sum(at + GLU_RUN * 4, bias_up, up);
+            sum(at + (GLU == GLU_ALTERNATING ? 4 : GLU_RUN) * 4, bias_up, up);
+            if constexpr (GLU == GLU_ALTERNATING) split_pairs(v, up);
             swiglu(v, up);
         }
         float amax = 0.0f;

@@ -9,7 +9,7 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels import epilogue_launch, maps
+from padless.kernels import epilogue_gate, epilogue_launch, maps
 from padless.kernels.cost_model import Tile, best_tile, cost_table
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
@@ -36,7 +36,7 @@ def prepare(
         256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU.
     """
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    epilogue_launch.check_outputs(n, tensors, epilogue, epilogue_launch.FP8_BLOCK_MULTIPLES_OF_N)
+    epilogue_launch.check_outputs(n, tensors, epilogue, epilogue_gate.FP8_BLOCK_MULTIPLES_OF_N)
     device = a.data.device.index or 0
     dtype = epilogue.d_dtype or torch.bfloat16
     problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))

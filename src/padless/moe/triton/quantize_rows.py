@@ -106,6 +106,12 @@ def route_quantize(
     return slots, data, scale
 
 
+def route_gather(x: torch.Tensor, ids: torch.Tensor, num_experts: int) -> tuple[route.Sorted, torch.Tensor]:
+    """(sorted slots, their rows of x in bfloat16), of as many slots, in one launch."""
+    slots = route.empty(ids, num_experts)
+    return slots, _launch(x, None, ids, slots, None, None, "", "plain", None, None)[0]
+
+
 def _launch(
     x: torch.Tensor,
     format: BlockScaledFormat | None,

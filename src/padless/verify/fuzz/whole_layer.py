@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from padless import moe
-from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
+from padless.compat.cudnn.calls import grouped_gemm_quant
+from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor
 from padless.moe.activation import Activation
-from padless.moe.layer import fuses
+from padless.moe.fused import fuses, gate_rule_of
 from padless.ops.grouped_gemm import grouped_gemm
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import quantize
 from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact
@@ -137,7 +139,7 @@ class _Layer:
         offs, tokens, inverse = routing_of(ids, self.o["experts"])
         rows = x[tokens.long()]
         a: Any = rows if self.format is None else quantize(rows, self.format, global_scale=self.scale)
-        if fuses(self.w13, self.activation):
+        if fuses(self.w13, self.activation, self.format, self.place.backend):
             hidden = self._fused(a, offs)
         else:
             product = self._product(a, self.w13, self.bias13, offs)
@@ -156,16 +158,15 @@ class _Layer:
 
     def _fused(self, a: Any, offs: torch.Tensor) -> Any:
         """SwiGLU's float32 values of the quantising call, quantized apart."""
-        values = grouped_gemm_swiglu_quant(
-            gate_up=self.o["gate_up"],
-            a_tensor=a,
-            b_tensor=self.w13,
-            padded_offsets=offs,
-            bias_tensor=self.bias13,
+        epilogue = Epilogue(
+            bias=self.bias13 is not None,
+            activation=f"swiglu_{self.o['gate_up']}",
+            gate_rule=gate_rule_of(self.activation),
             d_dtype=torch.float32,
-            return_amax=False,
-            backend=self.place.backend,
-        )["d_tensor"]
+        )
+        given = EpilogueTensors(bias=None if self.bias13 is None else self.bias13.float())
+        values = grouped_gemm_epilogue(a, self.w13, offs, epilogue, given, backend=self.place.backend).d
+        assert values is not None
         valid = torch.arange(values.shape[0], device=values.device)[:, None] < offs[-1]
         values = torch.where(valid, values, 0.0)  # rows of no expert hold whatever was in memory
         if self.format is None:
