@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, GroupedGemmQuant, grouped_gemm_quant, grouped_gemm_swiglu_quant
-from padless.compat.cudnn.keywords import ONE_VALUE
+from padless.compat.cudnn.keywords import ONE_VALUE, ONE_VALUE_OF_GLU
 from support import cudnn_keywords as words
 from support.quant_calls import as_cudnn, bits, operands
 
@@ -24,7 +24,7 @@ def test_every_keyword_is_taken_at_its_default() -> None:
     assert words.call(generate_amax=False)["amax_tensor"] is None
     a, b, offs = operands(MXFP8, n=256)
     swiglu: dict[str, Any] = {"gate_up": "interleaved", "padded_offsets": offs, **as_cudnn(a, b)}
-    one = grouped_gemm_swiglu_quant(**swiglu, c_dtype=None, use_dynamic_sched=True)
+    one = grouped_gemm_swiglu_quant(**swiglu, **words.GLU, use_dynamic_sched=True)
     assert torch.equal(one["d_tensor"], grouped_gemm_swiglu_quant(**swiglu)["d_tensor"])
 
 
@@ -38,6 +38,17 @@ def test_another_value_gets_a_sentence(name: str) -> None:
         GroupedGemmQuant(**dict.fromkeys(_SAMPLES), **{name: value})
 
 
+@pytest.mark.parametrize("name", ONE_VALUE_OF_GLU)
+def test_another_value_of_the_glu_call_gets_a_sentence(name: str) -> None:
+    a, b, offs = operands(MXFP8, n=256)
+    given = {"padded_offsets": offs, **as_cudnn(a, b), name: words.ANOTHER[name]}
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be .*: ") as caught:
+        grouped_gemm_swiglu_quant(gate_up="interleaved", **given)
+    assert str(caught.value) == words.sentence(name)
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        words.call(**{name: words.GLU[name]})
+
+
 _SAMPLES = ("sample_a", "sample_b", "sample_d", "sample_sfa", "sample_sfb", "sample_padded_offsets")
 
 
@@ -49,7 +60,7 @@ def test_a_word_that_cudnn_has_not_is_a_type_error(name: str) -> None:
 
 def test_the_page_has_the_table() -> None:
     assert words.written() == words.table(), "write it again: python tests/support/cudnn_keywords.py --write"
-    assert words.known() <= {*words.CALL, *words.CLASS, "c_dtype"}
+    assert words.known() <= {*words.CALL, *words.CLASS, *words.GLU}
 
 
 def flat(tensors: dict[str, torch.Tensor], scales: str) -> dict[str, torch.Tensor]:

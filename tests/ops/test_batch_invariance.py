@@ -7,6 +7,7 @@ random shapes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import padless
 from padless import BlockScaledTensor, Sm90Bf16Config, Sm90Fp8Config, Sm90Mxfp8Config, grouped_gemm
 from padless.emulator.fake_driver import driver_of
 from padless.kernels.sm90_bf16 import host as sm90_bf16
@@ -64,6 +66,16 @@ def judge_emulated(problem: InvarianceProblem, surroundings: tuple[str, ...] | N
 
 
 # --- every pair ------------------------------------------------------------------------------------------
+
+
+PROMISE = r"bits of a row|row's bits|group's bits|depends, bit for bit|to the bit|All else as grouped_gemm_quant"
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in padless.__all__ if ("gemm" in n and n.islower()) or n == "scaled_grouped_mm"]
+)
+def test_every_call_says_what_its_bits_depend_on(name: str) -> None:
+    assert re.search(PROMISE, " ".join((getattr(padless, name).__doc__ or "").split())), name
 
 
 def test_every_grouped_route_is_here_and_has_its_other_calls() -> None:

@@ -137,6 +137,19 @@ def test_compile(name: str) -> None:
     assert_same(tensors_of(given), tensors_of(eager))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["grouped_gemm", "grouped_gemm_epilogue", "grouped_gemm_list", "grouped_gemm_wgrad", "quantize to FP8_BLOCK"],
+)
+def test_compile_by_torchs_own_backend(name: str) -> None:
+    """Inductor, which generates code for what is around the operators."""
+    torch._dynamo.reset()
+    given, eager = CALLS[name].arguments(), CALLS[name].arguments()
+    got = torch.compile(CALLS[name].function, fullgraph=True)(**given)
+    assert_same(tensors_of(got), tensors_of(CALLS[name].function(**eager)))
+
+
 # All calls but those of Blackwell, on tensors of a Hopper GPU.
 ON_A_GPU = [name for name in PUBLIC if not name.startswith("grouped_gemm_list")]
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
-from support.emulator_variants import Edit
+from support.planted_bugs import Bug
 
 FOLDER = "sm90_bf16_plain/"
 MAIN, STORAGE, LOAD = (FOLDER + name for name in ("sm90_bf16_plain_grouped_gemm.cu", "storage.cuh", "load.cuh"))
@@ -15,22 +13,6 @@ MULTIPLY, STORE = "device/sm90/bf16_multiply.cuh", "device/sm90/piece_store.cuh"
 ORDER = "device/ranked_rows.cuh"
 STORED = Bf16PlainConfig(block_n=128, num_stages=2, out_dtype=torch.float32)
 N_MAJOR = Bf16PlainConfig(block_n=128, num_stages=2, n_major=True, out_dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class Bug:
-    """kinds: reports that name the fault itself; empty where only the output's bits can show it.
-
-    quick: runs with the quick tests.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    edits: tuple[Edit, ...]
-    config: Bf16PlainConfig = STORED
-    quick: bool = False
-    seeds: int = 4  # within which it must be found
-    nth: int = 0  # which occurrence of the edited text
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
-from support.emulator_variants import Edit
+from support.planted_bugs import Bug
 
 FOLDER = "sm90_bf16_wgrad/"
 MAIN, STORAGE, LOAD = (FOLDER + name for name in ("sm90_bf16_wgrad.cu", "storage.cuh", "load.cuh"))
 MULTIPLY, STORE = "device/sm90/bf16_multiply.cuh", "device/sm90/piece_store.cuh"
 TILES, DESCRIPTORS = "device/gradient_tiles.cuh", "device/sm90/descriptors.cuh"
 STORED = Bf16WgradConfig(block_n=128, block_t=64, num_stages=2, out_dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class Bug:
-    """kinds: reports that name the fault itself; empty where only the output's bits can show it.
-
-    quick: runs with the quick tests. onto: whether the run accumulates.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    edits: tuple[Edit, ...]
-    config: Bf16WgradConfig = STORED
-    quick: bool = False
-    onto: bool = False
-    seeds: int = 4  # within which it must be found
-    nth: int = 0  # which occurrence of the edited text
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"

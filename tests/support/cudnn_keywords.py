@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from padless import MXFP8, GroupedGemmQuant, grouped_gemm_quant
-from padless.compat.cudnn.keywords import NO_EFFECT, ONE_VALUE, check_others
+from padless.compat.cudnn.keywords import NO_EFFECT, NO_EFFECT_OF_GLU, ONE_VALUE, ONE_VALUE_OF_GLU, check_others
 from support.quant_calls import as_cudnn, operands
 
 NEEDED = "needed"
@@ -38,6 +38,18 @@ CALL: dict[str, Any] = {
     "scheduler_counter_tensor": None,
 }
 CLASS: dict[str, Any] = dict.fromkeys(("num_experts", "b_shape", "sample_row_scale", "sample_scheduler_counter"))
+# What grouped_gemm_glu_wrapper_sm100 has besides.
+GLU: dict[str, Any] = {
+    "c_dtype": None,
+    "act_func": "swiglu",
+    "linear_offset": None,
+    "geglu_alpha": 1.702,
+    "glu_clamp_max": 7.0,
+    "glu_clamp_min": -7.0,
+    "situ_beta1": 4.0,
+    "situ_beta2": 25.0,
+    "generate_c": False,
+}
 # What is said of defaults that are not cuDNN's.
 OWN = {
     "alpha_tensor": "None is 1",
@@ -47,7 +59,14 @@ OWN = {
     "acc_dtype": "float32 or None; another is refused",
     "cd_major": "'n'; another is refused",
 }
-ANOTHER: dict[str, Any] = {"b_major": "n", "n": 192, "sf_fp8_dtype_override": "e5m3", "num_experts": 4}
+ANOTHER: dict[str, Any] = {
+    "b_major": "n",
+    "n": 192,
+    "sf_fp8_dtype_override": "e5m3",
+    "num_experts": 4,
+    "act_func": "geglu",
+    "generate_c": True,
+}
 
 
 def call(**changes: Any) -> Any:
@@ -58,7 +77,8 @@ def call(**changes: Any) -> Any:
 def sentence(name: str) -> str:
     """What is said of another value. AssertionError where it is taken."""
     try:
-        check_others("grouped_gemm_quant", {name: ANOTHER.get(name, torch.ones(4))})
+        wrapper = "grouped_gemm_swiglu_quant" if name in GLU else "grouped_gemm_quant"
+        check_others(wrapper, {name: ANOTHER.get(name, torch.ones(4))})
     except ValueError as error:
         return str(error)
     raise AssertionError(f"{name} is taken")
@@ -67,12 +87,12 @@ def sentence(name: str) -> str:
 def rows() -> list[str]:
     own = inspect.signature(grouped_gemm_quant).parameters
     found = []
-    for name, default in (CALL | CLASS).items():
+    for name, default in (CALL | CLASS | GLU).items():
         shown = default if default == NEEDED else f"`{default!r}`"
         if name in own:
             here = f"has; {OWN[name]}" if name in OWN else "has"
         else:
-            here = "no effect" if name in NO_EFFECT else f"refuses others: {sentence(name)}"
+            here = "no effect" if name in NO_EFFECT + NO_EFFECT_OF_GLU else f"refuses others: {sentence(name)}"
         found.append(f"| `{name}` | {shown} | {here} |")
     return found
 
@@ -92,7 +112,7 @@ def written() -> str:
 def known() -> set[str]:
     """Every keyword that is taken without being an argument."""
     assert "others" in inspect.signature(GroupedGemmQuant.__init__).parameters
-    return set(NO_EFFECT) | set(ONE_VALUE)
+    return {*NO_EFFECT, *NO_EFFECT_OF_GLU, *ONE_VALUE, *ONE_VALUE_OF_GLU}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from support.emulator_variants import Edit
+from support.planted_bugs import Bug
 
 FOLDER = "sm100_mxfp8_wgrad/"
 MAIN, STORAGE = FOLDER + "sm100_mxfp8_wgrad.cu", FOLDER + "storage.cuh"
@@ -12,25 +10,14 @@ WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase
 SCALES_WAIT = "mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);"
 
 
-@dataclass(frozen=True)
-class Bug:
-    """kinds: reports that name the fault itself; empty where only the output's bits can show it.
-
-    quick: runs with the quick tests. onto: whether the run accumulates.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    edits: tuple[Edit, ...]
-    quick: bool = False
-    onto: bool = False
-    seeds: int = 3  # within which it must be found
-    nth: int = 0  # which occurrence of the edited text
-
-
 BUGS: tuple[Bug, ...] = (
     # ---- what is multiplied
-    Bug("the next group's tokens are multiplied", (), ((STORAGE, "if (end - token >= BLOCK_T)", "if (true)"),), True),
+    Bug(
+        "the next group's tokens are multiplied",
+        (),
+        ((STORAGE, "if (end - token >= BLOCK_T)", "if (true)"),),
+        quick=True,
+    ),
     Bug(
         "the ragged map ends a token late",
         (),
@@ -47,7 +34,7 @@ BUGS: tuple[Bug, ...] = (
             ),
         ),
     ),
-    Bug("A is read K-major", (), ((STORAGE, "A_IS_MN_MAJOR = 1u << 15", "A_IS_MN_MAJOR = 0"),), True),
+    Bug("A is read K-major", (), ((STORAGE, "A_IS_MN_MAJOR = 1u << 15", "A_IS_MN_MAJOR = 0"),), quick=True),
     Bug("B is read K-major", (), ((STORAGE, "B_IS_MN_MAJOR = 1u << 16", "B_IS_MN_MAJOR = 0"),)),
     Bug("steps of 16 tokens", (), ((STORAGE, "STEP_BYTES = MMA_T * TILE", "STEP_BYTES = MMA_T / 2 * TILE"),)),
     Bug("the scales of the first step for all", (), ((MAIN, "SHAPE | scale_ids(step)", "SHAPE | scale_ids(0)"),)),
@@ -55,7 +42,7 @@ BUGS: tuple[Bug, ...] = (
         "scales counted from the tokens of all groups before",
         (),
         ((STORAGE, "first_scales = before * STEPS", "first_scales = start / MMA_T"),),
-        True,
+        quick=True,
     ),
     Bug("scales of A for B", (), ((MAIN, "sfb, n_columns, tile.column", "sfa, n_columns, tile.column"),)),
     Bug(
@@ -81,12 +68,15 @@ BUGS: tuple[Bug, ...] = (
         "full barrier not waited for",
         ("race",),
         ((MAIN, "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);", ""),),
-        True,
+        quick=True,
     ),
     Bug("empty barrier not waited for", ("race", "mbarrier"), ((MAIN, WAIT_EMPTY, ""),)),
     Bug("scales written before they were read", ("race", "mbarrier"), ((MAIN, SCALES_WAIT, ""),)),
     Bug(
-        "no proxy fence behind the scales", ("missing-proxy-fence",), ((MAIN, "fence_proxy_async_shared();", ""),), True
+        "no proxy fence behind the scales",
+        ("missing-proxy-fence",),
+        ((MAIN, "fence_proxy_async_shared();", ""),),
+        quick=True,
     ),
     Bug(
         "scales arrive before all lanes have stored",

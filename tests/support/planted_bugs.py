@@ -2,15 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from padless.emulator import KINDS
-from support.emulator_variants import Variant
+from support.emulator_variants import Edit, Variant
 
 Detect = Callable[[Any], tuple[int | None, list[str]]]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """An edit of a kernel's source, and what must be found when it runs.
+
+    kinds: reports that name the fault itself; empty where only the output's bits can show it. config: None for the
+    kernel's usual one. quick: runs with the quick tests. onto: whether the run accumulates.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    edits: tuple[Edit, ...]
+    config: Any = None
+    quick: bool = False
+    onto: bool = False
+    seeds: int = 4  # within which it must be found
+    nth: int = 0  # which occurrence of the edited text
+
+
+def cases(bugs: Iterable[Bug]) -> list[Any]:
+    """The bugs as parameters of a test."""
+    return [pytest.param(bug, id=bug.name, marks=() if bug.quick else pytest.mark.slow) for bug in bugs]
 
 
 def search(

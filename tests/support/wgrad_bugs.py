@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
-from support.emulator_variants import Edit
+from support import planted_bugs
 
 FOLDER = "sm90_fp8_wgrad/"
 MAIN, STORAGE, LOAD, MULTIPLY = (
@@ -27,21 +27,11 @@ COLUMN_SCALES = WgradConfig(block_m=128, num_stages=2, mode="1d1d", out_dtype=to
 
 
 @dataclass(frozen=True)
-class Bug:
-    """kinds: reports that name the fault itself; empty where only the output's bits can show it.
+class Bug(planted_bugs.Bug):
+    """poisoned: NaN in codes of nobody."""
 
-    quick: runs with the quick tests. onto: whether the run accumulates. poisoned: NaN in codes of nobody.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    edits: tuple[Edit, ...]
     config: WgradConfig = STORED
-    quick: bool = False
-    onto: bool = False
     poisoned: bool = False
-    seeds: int = 4  # within which it must be found
-    nth: int = 0  # which occurrence of the edited text
 
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from padless.formats import BlockScaledTensor
-from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training
+from padless.verify.fuzz import epilogues, layers, plain, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
@@ -97,6 +97,22 @@ def swapped_weights(right: Callable[..., Any]) -> Callable[..., Any]:
     def wrong(a: Any, b: BlockScaledTensor, *args: Any, **kwargs: Any) -> Any:
         data = b.data.view(torch.uint8).roll(1, 0).view(b.data.dtype)
         return right(a, replace(b, data=data), *args, **kwargs)
+
+    return wrong
+
+
+def swapped_plain_weights(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b, *args, **kwargs: right(a, b.roll(1, 0), *args, **kwargs)
+
+
+def takes_a_row_more(right: Callable[..., Any]) -> Callable[..., Any]:
+    """The first group ends a row later."""
+
+    def wrong(dy: torch.Tensor, x: torch.Tensor, *, offs: torch.Tensor, **kwargs: Any) -> Any:
+        later = offs.clone()
+        if len(offs) > 1:
+            later[0] = min(int(offs[0]) + 1, int(offs[1]))
+        return right(dy, x, offs=later, **kwargs)
 
     return wrong
 
@@ -251,6 +267,18 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         training,
         "grouped_gemm_wgrad",
         lambda right: lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(dy.offs) > 1 else right(dy, x, **kw),
+    ),
+    "plain weights of another group": ("plain.grouped_gemm", plain, "grouped_gemm", swapped_plain_weights),
+    "plain rows whose bits depend on M": ("plain.grouped_gemm", plain, "grouped_gemm", moved_by_m),
+    "plain rows stored behind the groups": ("plain.grouped_gemm", plain, "grouped_gemm", writes_behind),
+    "one bit of a plain dense product": ("plain.grouped_gemm", plain, "gemm", after(nudged)),
+    "plain gradients accumulated twice": ("plain.grouped_gemm_wgrad", plain, "grouped_gemm_wgrad", adds_twice),
+    "a row of the next group": ("plain.grouped_gemm_wgrad", plain, "grouped_gemm_wgrad", takes_a_row_more),
+    "one bit of a plain weight gradient": (
+        "plain.grouped_gemm_wgrad",
+        plain,
+        "grouped_gemm_wgrad",
+        lambda right: lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(kw["offs"]) > 1 else right(dy, x, **kw),
     ),
     "routing": ("moe.route", layers.moe, "route", after(lambda r: r._replace(tokens=r.tokens.flip(0)))),
     "gathered quantization": ("moe.gather_quantize", layers.moe, "gather_quantize", after(tensor_nudged)),

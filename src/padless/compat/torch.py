@@ -58,7 +58,7 @@ def scaled_grouped_mm(
         use_fast_accum: accepted; accumulation is in float32 across 128-blocks either way.
 
     Returns:
-        (M, N); rows at or past offs[-1] are undefined, as in torch. With (M, T): (G, M, N).
+        (M, N), the bits of a row grouped_gemm's; rows past offs[-1] are undefined, as in torch. With (M, T): (G, M, N).
 
     Raises:
         ValueError: anything else, with what is allowed.

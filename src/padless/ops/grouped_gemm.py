@@ -139,7 +139,7 @@ def gemm(
     backend: BackendName | None = None,
     config: KernelChoice | None = None,
 ) -> torch.Tensor:
-    """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). Otherwise as grouped_gemm with one group."""
+    """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). As grouped_gemm of one group, to the bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if b.dim() != 2:
             raise ValueError(f"b must have rank 2, (N, K), got {describe(b)}")

@@ -46,7 +46,8 @@ def grouped_gemm_epilogue(
 
     Returns:
         ``tensors`` with every output of ``epilogue``. Rows at or past offs[-1] are left as they are; new scales in
-        32x4x4 tiles start as zeros, a new amax as -inf, other new outputs hold whatever was in memory.
+        32x4x4 tiles start as zeros, a new amax as -inf, other new outputs hold whatever was in memory. The bits of a row
+        of ``d`` and of row codes and scales depend on what grouped_gemm's do; amax and columns are of many rows.
 
     Raises:
         ValueError: an argument is not allowed, or no kernel does all of it in one launch for these formats on this

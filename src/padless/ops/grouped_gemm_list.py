@@ -45,8 +45,8 @@ def grouped_gemm_list(
     Returns:
         ``out``.
 
-    Scales in 32x4x4 tiles ("blocked") are read in place. What depends on the problems is copied to the device on the
-    first call with these tensors, and remembered: later calls are one launch. Verified by emulation; never measured.
+    Tiled scales ("blocked") are read in place. What depends on the problems is copied to the device on the first call
+    with these tensors; later ones are one launch. A row's bits are those of `gemm`. Verified by emulation, not measured.
 
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.

@@ -18,10 +18,10 @@ from padless.ops.checks import describe
 from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
-from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
+from padless.ops.wgrad_output import driver_of_gradient, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import BackendName, device_of
+from padless.runtime.devices import BackendName
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
 
@@ -104,14 +104,9 @@ def _of_copies(
     result = gradient_output(shape, dy.data.device, out, out_dtype, accumulate)
     if is_traced(result):
         return traced.wgrad_of_columns(dy, x, result, accumulate, backend, config)
-    if backend is None:
-        backend = "cuda" if result.is_cuda else "reference"
-    if backend == "reference":
+    driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
+    if driver is None:
         return grouped_gemm_wgrad_reference(dy, x, out=result, accumulate=accumulate)
-    driver = device_of(backend, result)
-    if driver.arch != "sm_90a":
-        raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad has a kernel for sm_90a")
-    check_gradient_of_kernel(result)
     if dy.num_groups == 0:
         return result
     launch_remembered(

@@ -10,9 +10,9 @@ from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.ops.checks import check_alignment, check_ends, check_rows, describe
 from padless.ops.remembered import launch_remembered
-from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
+from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
-from padless.runtime.devices import BackendName, device_of
+from padless.runtime.devices import BackendName
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 _MULTIPLE = 16  # of features: rows of codes and of the output start at multiples of 16 bytes
@@ -55,18 +55,11 @@ def grouped_gemm_wgrad_mxfp8(
         _check_operand(name, operand, dy, offs.shape[0])
     shape = (offs.shape[0], dy[0].shape[1], x[0].shape[1])
     result = gradient_output(shape, dy[0].device, out, out_dtype, accumulate)
-    if backend is None:
-        backend = "cuda" if result.is_cuda else "reference"
-    if backend == "reference":
+    driver = driver_of_gradient(result, backend, "sm_100a", "grouped_gemm_wgrad_mxfp8")
+    if driver is None:
         return grouped_gemm_wgrad_mxfp8_reference(dy, x, offs, out=result, accumulate=accumulate)
-    driver = device_of(backend, result)
-    if driver.arch != "sm_100a":
-        raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad_mxfp8 has a kernel for sm_100a")
-    check_gradient_of_kernel(result)
-    if offs.shape[0] == 0:
+    if is_without_tokens(result, accumulate, dy[0].shape[0]):
         return result
-    if dy[0].shape[0] == 0:
-        return result if accumulate else result.zero_()
     stages = 0 if config is None else config.num_stages
     used = Sm100WgradConfig(stages, result.dtype, accumulate)
     launch_remembered(None, lambda: host.prepare(driver, dy, x, offs, result, used).launch, result)

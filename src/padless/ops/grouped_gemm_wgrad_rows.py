@@ -12,10 +12,10 @@ from padless.ops import traced
 from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
 from padless.ops.launch_cache import current_stream
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
-from padless.ops.wgrad_output import check_gradient_of_kernel, gradient_output
+from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.row_groups import is_traced
-from padless.runtime.devices import BackendName, device_of
+from padless.runtime.devices import BackendName
 
 _FEATURES_MULTIPLE, _LEAST_FEATURES = 8, 16  # rows start at multiples of 16 bytes
 
@@ -47,20 +47,13 @@ def grouped_gemm_wgrad_rows(
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
     if is_traced(result):
         return traced.wgrad_of_rows(dy, x, ends, result, accumulate, backend, config)
-    if backend is None:
-        backend = "cuda" if result.is_cuda else "reference"
-    if backend == "reference":
+    driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
+    if driver is None:
         return grouped_gemm_wgrad_rows_reference(dy, x, ends, out=result, accumulate=accumulate)
-    driver = device_of(backend, result)
-    if driver.arch != "sm_90a":
-        raise ValueError(f"backend {backend!r} is {driver.arch}; grouped_gemm_wgrad has a kernel for sm_90a")
-    check_gradient_of_kernel(result)
     check_alignment("dy", dy)
     check_alignment("x", x)
-    if ends.shape[0] == 0:
+    if is_without_tokens(result, accumulate, dy.shape[0]):
         return result
-    if dy.shape[0] == 0:
-        return result if accumulate else result.zero_()
     launch_remembered(
         facts_of(settings, result, *inputs) if on_gpu else None,
         lambda: host.prepare(driver, dy, x, ends, result, accumulate, config).launch,

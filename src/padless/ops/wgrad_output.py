@@ -1,10 +1,12 @@
-"""Checks of a weight gradient, the output of two calls."""
+"""The output of the calls of weight gradients: its checks, and the device whose kernel writes it."""
 
 from __future__ import annotations
 
 import torch
 
 from padless.ops.checks import describe
+from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.driver import Driver
 
 OUT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -33,6 +35,28 @@ def gradient_output(
     if any(stride < size for stride, size in _overlapping(out)):
         raise ValueError(f"out has rows that overlap, with strides {out.stride()}; give a tensor of distinct elements")
     return out
+
+
+def driver_of_gradient(out: torch.Tensor, backend: BackendName | None, arch: str, call: str) -> Driver | None:
+    """The device whose kernel writes ``out``, None for the reference. Raises ValueError where there is no such kernel.
+
+    arch: of the kernel of ``call``.
+    """
+    backend = chosen_backend(backend, out)
+    if backend == "reference":
+        return None
+    driver = device_of(backend, out)
+    if driver.arch != arch:
+        raise ValueError(f"backend {backend!r} is {driver.arch}; {call} has a kernel for {arch}")
+    check_gradient_of_kernel(out)
+    return driver
+
+
+def is_without_tokens(out: torch.Tensor, accumulate: bool, tokens: int) -> bool:
+    """Whether there is nothing to launch for: no group, or no token; then ``out`` gets its zeros here."""
+    if out.shape[0] > 0 and tokens == 0 and not accumulate:
+        out.zero_()
+    return out.shape[0] == 0 or tokens == 0
 
 
 def _overlapping(out: torch.Tensor) -> list[tuple[int, int]]:

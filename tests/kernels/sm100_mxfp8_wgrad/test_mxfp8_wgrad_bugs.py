@@ -14,8 +14,8 @@ from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.verify.problems.wgrad import GuardedGradient, same_bits
 from support.mxfp8_wgrad import launched, random_columns
-from support.mxfp8_wgrad_bugs import BUGS, MAIN, Bug
-from support.planted_bugs import assert_found, gradient_before, holds, search
+from support.mxfp8_wgrad_bugs import BUGS, MAIN
+from support.planted_bugs import Bug, assert_found, cases, gradient_before, holds, search
 
 ARCH = "sm_100a"
 # An empty group, three stages and a bit, part of a block; more than one tile along K. Two stages in the ring.
@@ -42,7 +42,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     return search(bug, MAIN, config, launch, ARCH)
 
 
-@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
+@pytest.mark.parametrize("bug", cases(BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     assert_found(bug, detect)
 

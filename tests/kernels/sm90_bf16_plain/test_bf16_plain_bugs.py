@@ -12,8 +12,8 @@ from padless.kernels.sm90_bf16_plain import host
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.testing.guarded import GuardedOutput
 from padless.verify.bf16.forward import PlainShape, random_plain, same_bits
-from support.bf16_plain_bugs import BUGS, MAIN, N_MAJOR, STORED, Bug
-from support.planted_bugs import assert_found, holds, search
+from support.bf16_plain_bugs import BUGS, MAIN, N_MAJOR, STORED
+from support.planted_bugs import Bug, assert_found, cases, holds, search
 
 # An empty group, one of two tiles, one that has no row for the second warpgroup, rows past the last group.
 SHAPE = PlainShape((0, 130, 33), 3, 136, 216)
@@ -22,8 +22,8 @@ LAST = 163
 
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
-    plain = random_plain(SHAPE)
-    if bug.config.n_major:
+    plain, config = random_plain(SHAPE), bug.config or STORED
+    if config.n_major:
         plain = plain.n_major()
     wanted = grouped_gemm_plain_reference(
         plain.a, plain.b, plain.offs, out_dtype=torch.float32, accumulation="tensor_core"
@@ -31,13 +31,13 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
 
     def launch(driver: Any) -> Callable[[], bool]:
         guarded = GuardedOutput(plain.a.shape[0], SHAPE.n, torch.float32)
-        host.prepare(driver, plain.a, plain.b, plain.offs, guarded.out, bug.config).launch(0)
+        host.prepare(driver, plain.a, plain.b, plain.offs, guarded.out, config).launch(0)
         return lambda: holds(lambda: guarded.check(LAST)) and same_bits(guarded.out[:LAST], wanted)
 
-    return search(bug, MAIN, bug.config, launch)
+    return search(bug, MAIN, config, launch)
 
 
-@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
+@pytest.mark.parametrize("bug", cases(BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     assert_found(bug, detect)
 

@@ -12,8 +12,8 @@ from padless.kernels.sm90_bf16_wgrad import host
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import RowsShape, poisoned, random_rows
 from padless.verify.problems.wgrad import GuardedGradient, same_bits
-from support.bf16_wgrad_bugs import BUGS, MAIN, Bug
-from support.planted_bugs import assert_found, gradient_before, holds, search
+from support.bf16_wgrad_bugs import BUGS, MAIN, STORED
+from support.planted_bugs import Bug, assert_found, cases, gradient_before, holds, search
 
 # An empty group, one of two blocks and a bit, one of one and a bit, one of part of a block; several tiles to a CTA.
 SHAPE = RowsShape((0, 130, 80, 33), 3, 72, 264)
@@ -22,19 +22,20 @@ SHAPE = RowsShape((0, 130, 80, 33), 3, 72, 264)
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
     rows = poisoned(random_rows(SHAPE))
-    dtype = bug.config.out_dtype
+    config = bug.config or STORED
+    dtype = config.out_dtype
     wanted = grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=dtype, accumulation="tensor_core")
     onto, wanted = gradient_before(wanted) if bug.onto else (None, wanted)
 
     def launch(driver: Any) -> Callable[[], bool]:
         guarded = GuardedGradient(tuple(wanted.shape), dtype, "cpu", onto)
-        host.prepare(driver, rows.dy, rows.x, rows.offs, guarded.out, bug.onto, bug.config).launch(0)
+        host.prepare(driver, rows.dy, rows.x, rows.offs, guarded.out, bug.onto, config).launch(0)
         return lambda: holds(guarded.check) and same_bits(guarded.out, wanted)
 
-    return search(bug, MAIN, replace(bug.config, accumulate=bug.onto), launch)
+    return search(bug, MAIN, replace(config, accumulate=bug.onto), launch)
 
 
-@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
+@pytest.mark.parametrize("bug", cases(BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     assert_found(bug, detect)
 

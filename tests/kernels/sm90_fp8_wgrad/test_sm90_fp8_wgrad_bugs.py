@@ -11,7 +11,7 @@ import pytest
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.verify.problems.wgrad import GuardedGradient, WgradShape, poisoned, random_operands, same_bits
-from support.planted_bugs import assert_found, gradient_before, holds, search
+from support.planted_bugs import assert_found, cases, gradient_before, holds, search
 from support.wgrad_bugs import BUGS, MAIN, Bug
 
 # An empty group, one of a block and a bit, one of three blocks, one of part of a block; several tiles to a CTA.
@@ -35,7 +35,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     return search(bug, MAIN, replace(bug.config, accumulate=bug.onto), launch)
 
 
-@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=() if b.quick else pytest.mark.slow) for b in BUGS])
+@pytest.mark.parametrize("bug", cases(BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
     assert_found(bug, detect)
 

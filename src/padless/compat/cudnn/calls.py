@@ -120,6 +120,7 @@ def grouped_gemm_quant(
         out: the row output to write into. d_format, row_layout and global_scale_tensor come from it where None.
 
     With a_tensor (M, K) outputs are (M, N), and scales contiguous (1, row tiles, column tiles, 32, 4, 4), as cuDNN's.
+    The bits of a row depend on what grouped_gemm's do, but for column codes and amax, which are of many rows.
 
     Returns `QuantOutputs`: d_tensor, d_col_tensor, amax_tensor, sfd_row_tensor, sfd_col_tensor, and `.row`, the
     activations of the next grouped_gemm. Rows at or past padded_offsets[-1] are left as they are.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from padless.runtime.choices import BackendName
-from padless.verify.fuzz import epilogues, kinds, layers, products, quantizers, training, whole_layer
+from padless.verify.fuzz import epilogues, kinds, layers, plain, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Draw, Options, Problem
 
@@ -113,6 +113,12 @@ SUBJECTS: dict[str, Subject] = {
         3,
         ("reference", "sm_90a"),
         emulated=True,
+    ),
+    "plain.grouped_gemm": Subject(
+        plain.product_constants, plain.product_rest, plain.judge_product, 8, 3, ("reference", "sm_90a"), emulated=True
+    ),
+    "plain.grouped_gemm_wgrad": Subject(
+        plain.wgrad_constants, plain.wgrad_rest, plain.judge_wgrad, 4, 2, ("reference", "sm_90a"), emulated=True
     ),
     "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route),
     "moe.gather_quantize": Subject(
