@@ -11,8 +11,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-import time_passes  # noqa: E402
-from padless.bench.cases.problems.layer import MODELS  # noqa: E402
+import time_passes
+from padless.bench.cases.problems.layer import MODELS
 
 SMALL = "small"
 
