@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -118,18 +119,19 @@ def main() -> int:
     return 0
 
 
+def driver_version() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
+
+
 def text_of(found: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
     """The record: a field a line, then a point a line."""
-    import subprocess
-
     import triton
 
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     fields: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
+        "driver": driver_version(),
         "torch": torch.__version__.split("+")[0],
         "triton": triton.__version__,
         "repeats": arguments.repeats,
