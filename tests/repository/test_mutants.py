@@ -58,7 +58,7 @@ def test_a_record_of_some_kernels_leaves_the_others_as_they_are(tmp_path: Path) 
     again = [
         {"case": "b", "digest": "2", "mutants": 1}, {"case": "b", "digest": "3", "mutants": 3},
         {"case": "c", "digest": "1", "mutants": 1},
-        verdict("b", "3", 1, ""), verdict("b", "3", 2, ""), verdict("b", "2", 7, ""), verdict("c", "1", 1, "output"),
+        verdict("b", "2", 7, ""), verdict("b", "3", 1, ""), verdict("b", "3", 2, ""), verdict("c", "1", 1, "output"),
     ]  # fmt: skip
     after = summarised(tmp_path / "second", again, before)
     assert after["kernels"]["a"] == before["kernels"]["a"]
