@@ -49,12 +49,17 @@ line of a reason has moved, the reason's place moves with it. New kernels are ad
 def summarised(record: Path, before: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Counts by kernel, and the survivors: those of one place and change together, each with its kernels' numbers.
 
-    Kernels that the record lacks are as in ``before``, a summary; those not in ``names`` are left out. Of a kernel that
-    the record has in several versions, the one that is judged furthest counts, of equals the last.
+    Kernels that the record lacks are as in ``before``, a summary; those not in ``names`` are left out. Of several
+    versions of a kernel, that of ``before`` and then the record's, the one that is judged furthest counts, of equals the
+    last.
     """
     all_of, verdicts = totals(record), read(record)
     versions = Counter((v["case"], v["digest"]) for v in verdicts)
-    kept = dict(sorted(versions, key=lambda version: versions[version] / all_of[version]))
+    share = {version: count / all_of[version] for version, count in versions.items()}
+    kept = dict(sorted(share, key=lambda version: share[version]))
+    for name, own in before["kernels"].items():
+        if name in kept and own["judged"] / own["mutants"] > share[name, kept[name]]:
+            del kept[name]
     kernels = {name: own for name, own in before["kernels"].items() if name in names and name not in kept}
     survivors: dict[tuple[str, str, str], Counter[str]] = {}
     for old in before["survivors"]:
@@ -62,7 +67,7 @@ def summarised(record: Path, before: Mapping[str, Any], names: Collection[str]) 
         survivors[key] = Counter({name: count for name, count in old["kernels"].items() if name in kernels})
     for v in verdicts:
         name = v["case"]
-        if v["digest"] != kept[name] or name not in names:
+        if v["digest"] != kept.get(name) or name not in names:
             continue
         blank = {"digest": v["digest"], "mutants": all_of[name, v["digest"]], "judged": 0, "second problem": 0,
                  "survivors": 0, "tried once": 0, "by": {}}  # fmt: skip

@@ -270,7 +270,7 @@ def main() -> int:
         names = options.case or list(CASES)
         if options.unsettled:
             names = unsettled(json.loads(SUMMARY.read_text()), names)
-            print(f"{len(names)} of {len(options.case or CASES)} cases: {'; '.join(names)}", flush=True)
+            print(f"{len(names)} of {len(options.case or CASES)} cases are unsettled: {'; '.join(names)}", flush=True)
         if names:
             run(options.record, names, options.processes, options.seconds, options.survivors)
     print("\n".join(table(read(options.record))))

@@ -48,7 +48,7 @@ def summarised(path: Path, lines: list[dict[str, Any]], before: dict[str, Any]) 
 
 
 def test_a_record_of_some_kernels_leaves_the_others_as_they_are(tmp_path: Path) -> None:
-    """And of a kernel's versions the one that is judged furthest counts, of equals the last; one that is gone goes."""
+    """Of a kernel's versions the one that is judged furthest counts, of equals the last; a kernel that is gone goes."""
     all_of = [{"case": name, "digest": digest, "mutants": 2} for name, digest in (("a", "1"), ("b", "1"), ("x", "1"))]
     verdicts = [verdict(name, "1", line, "race" * (line - 1)) for name in "abx" for line in (1, 2)]
     before = summarised(tmp_path / "first", [*all_of, *verdicts], {"kernels": {}, "survivors": []})
@@ -58,7 +58,7 @@ def test_a_record_of_some_kernels_leaves_the_others_as_they_are(tmp_path: Path) 
     again = [
         {"case": "b", "digest": "2", "mutants": 1}, {"case": "b", "digest": "3", "mutants": 3},
         {"case": "c", "digest": "1", "mutants": 1},
-        verdict("b", "3", 1, ""), verdict("b", "3", 2, ""), verdict("b", "2", 7, ""), verdict("c", "1", 1, "output"),
+        verdict("b", "2", 7, ""), verdict("b", "3", 1, ""), verdict("b", "3", 2, ""), verdict("c", "1", 1, "output"),
     ]  # fmt: skip
     after = summarised(tmp_path / "second", again, before)
     assert after["kernels"]["a"] == before["kernels"]["a"]
@@ -67,6 +67,8 @@ def test_a_record_of_some_kernels_leaves_the_others_as_they_are(tmp_path: Path) 
     assert after["kernels"]["c"]["by"] == {"output": 1}
     assert [(s["source"], s["kernels"]) for s in after["survivors"]] == [("a.cu:1", {"a": 1}), ("b.cu:7", {"b": 1})]
     assert after == summarised(tmp_path / "second", again, after)
+    begun = [{"case": "a", "digest": "2", "mutants": 2}, verdict("a", "2", 1, "race")]
+    assert after == summarised(tmp_path / "third", begun, after)
 
 
 def test_unsettled_are_new_changed_and_unfinished_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
