@@ -82,7 +82,7 @@ def _word(value: Any) -> str:
 
 
 def from_text(text: str | None) -> Any:
-    """What ``text_of`` was given."""
+    """The value of a text of ``text_of``."""
     if text is None:
         return None
     classes: list[Any] = [route.config_class for route in (*ROUTES, *PLAIN_ROUTES)]

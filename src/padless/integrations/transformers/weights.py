@@ -14,15 +14,16 @@ import torch
 from torch import nn
 
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.integrations.transformers.activations import activations_of, chosen
 from padless.integrations.transformers.operators import aligned
-from padless.integrations.weights import ExpertWeights, block_scaled, in_tiles
+from padless.integrations.weights import ExpertWeights, activations_for, block_scaled, in_tiles
 from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
 )
+
+CHOSEN = "padless_activations"  # the attribute of a module that `set_activations` writes
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,3 +166,16 @@ def _quantize_parameter(module: Any, name: str, format: BlockScaledFormat) -> No
     module.register_parameter(f"{name}_scale_inv", nn.Parameter(t.scale, requires_grad=False))
     if t.global_scale is not None:
         module.register_parameter(f"{name}_global_scale", nn.Parameter(t.global_scale, requires_grad=False))
+
+
+def chosen(module: Any) -> str | None:
+    """Name of the format that `set_activations` has chosen."""
+    return getattr(module, CHOSEN, None)
+
+
+def activations_of(module: Any, w13: BlockScaledTensor) -> str:
+    """Name of the format that activations are quantized to, "BF16" for none."""
+    name = chosen(module)
+    if name is not None:
+        return name
+    return activations_for(w13)
