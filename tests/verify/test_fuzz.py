@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from padless.formats import BlockScaledTensor
-from padless.verify.fuzz import epilogues, layers, plain, products, quantizers, run, training
+from padless.verify.bf16 import fuzz as plain
+from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk

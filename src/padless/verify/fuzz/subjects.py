@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from padless.runtime.choices import BackendName
-from padless.verify.fuzz import epilogues, kinds, layers, plain, products, quantizers, training, whole_layer
+from padless.verify.bf16 import fuzz as plain
+from padless.verify.fuzz import epilogues, kinds, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Draw, Options, Problem
 
