@@ -24,9 +24,9 @@ How much do the checks of [the emulator](emulator.md) notice? Every kernel in CU
 weight gradients, and the two that quantize without a product), in one configuration or several, was changed in one place
 at a time: each synchronisation that a small problem executes (fences, barriers, arrivals, waits, commits) was deleted or
 weakened, as `padless emulate --mutate` does. A mutant is killed by a report, or by an output that differs from the
-kernel's under the same schedule. The first problem has several stages to a tile; what survives two schedules of it is tried on a second one, of one stage
-or two to a tile and more workers. This page is generated (`tools/mutants.py`, `tools/mutant_page.py`) from
-`docs/measured/mutants.json`.
+kernel's under the same schedule. The first problem has several stages to a tile; what survives two schedules of it is
+tried on a second one, of one stage or two to a tile and more workers. This page is generated (`tools/mutants.py`,
+`tools/mutant_page.py`) from `docs/measured/mutants.json`.
 
 {judged} mutants were judged{unknown}.
 {killed} of those were killed, {second} of them by the second problem alone. Each of the {left} others is equivalent, for
