@@ -20,17 +20,19 @@ from mutants import SUMMARY, read, totals
 PAGE = Path(__file__).parents[1] / "docs" / "mutants.md"
 HEAD = """# Mutants of the kernels
 
-How much do the checks of [the emulator](emulator.md) notice? Every product kernel and every quantizing kernel of both
-architectures was changed in one place at a time: each synchronisation that a small problem executes (fences, barriers,
-arrivals, waits, commits) was deleted or weakened, as `padless emulate --mutate` does. A mutant is killed by a report, or
-by an output that differs from the kernel's under the same schedule. The first problem has several stages of K to a tile;
-what survives two schedules of it is tried on a second one, of one stage to a tile and more workers. This page is
-generated (`tools/mutants.py`, `tools/mutant_page.py`) from `docs/measured/mutants.json`.
+How much do the checks of [the emulator](emulator.md) notice? Every kernel in CUDA C++ of both architectures (products,
+weight gradients, and the two that quantize without a product), in one configuration or several, was changed in one place
+at a time: each synchronisation that a small problem executes (fences, barriers, arrivals, waits, commits) was deleted or
+weakened, as `padless emulate --mutate` does. A mutant is killed by a report, or by an output that differs from the
+kernel's under the same schedule. The first problem has several stages to a tile; what survives two schedules of it is
+tried on a second one, of one stage or two to a tile and more workers. This page is generated (`tools/mutants.py`,
+`tools/mutant_page.py`) from `docs/measured/mutants.json`.
 
-{judged} of {all} mutants were judged{unknown}.
+{judged} mutants were judged{unknown}.
 {killed} of those were killed, {second} of them by the second problem alone. Each of the {left} others is equivalent, for
-the reason that stands with it, which was found by reading and not proved; {once} of them were tried on the first problem
-alone. The reasons rest on one rule of the emulator: a warp issues in order, so what it has read is over when it goes on.
+the reason that stands with it, which was found by reading and not proved{once}.
+The reasons rest on two rules of the emulator: a warp issues in order, so what it has read is over when it goes on; and
+a CTA's tcgen05 operations run in the order in which they are issued, and its commits signal in that order.
 
 One miss was mended on the way: an atomic of several CTAs whose scope was narrowed to one is a race now.
 
@@ -100,9 +102,10 @@ def page(summary: Mapping[str, Any]) -> str:
     total = {name: sum(own[name] for own in rows.values()) for name in names}
     is_whole = total["judged"] == total["mutants"]
     text = HEAD.format(
+        judged=f"All {total['mutants']}" if is_whole else f"{total['judged']} of {total['mutants']}",
         unknown="" if is_whole else ", in the order of the kernels' text until the time was over; the rest is not known",
-        all=total["mutants"], judged=total["judged"], killed=total["judged"] - total["survivors"],
-        second=total["second problem"], left=total["survivors"], once=total["tried once"],
+        killed=total["judged"] - total["survivors"], second=total["second problem"], left=total["survivors"],
+        once=f"; {total['tried once']} of them were tried on the first problem alone" if total["tried once"] else "",
     )  # fmt: skip
     for name, own in rows.items():
         output = own["by"].get("output", 0)
