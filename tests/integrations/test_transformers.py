@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -303,6 +305,20 @@ def test_gpt_oss_generates_the_tokens_of_dequantized_weights(folder_of: Callable
             each.down_proj_blocks.bitwise_xor_(0x88)  # every sign
     wrong = model.generate(prompts, **arguments)[decided]
     assert (wrong != want).any(-1).sum() > 0.8 * len(want)
+
+
+@pytest.mark.slow
+def test_expert_parallelism(folder_of: Callable[..., Path]) -> None:
+    """transformers' own, on two gloo processes with half of the experts each: the logits of one process."""
+    program = str(Path(__file__).parents[1] / "support" / "transformers_ep.py")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, program, str(folder_of("qwen3_moe", "fp8"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=hidden, timeout=200, check=False)
+    found = re.search(r"errors: ([\d.]+) ([\d.]+)", done.stdout)
+    assert found, done.stderr[-2000:]
+    assert float(found[1]) < 0.025  # attention in halves rounds otherwise, and a near tie may go to another expert
+    assert float(found[2]) > 2 * float(found[1]), "experts of the other rank must count"
 
 
 # --- bfloat16 models -------------------------------------------------------------------------------------
