@@ -1,6 +1,6 @@
 """A rank of transformers' own expert parallelism with padless' experts: `torch.distributed.run` starts two of these.
 
-The argument is the folder of an FP8 checkpoint. Prints the error of the logits against the model in one process, relative,
+The argument is the folder of an FP8 checkpoint. Prints the relative error of the logits against those of one process,
 as it is and with the experts of rank 1 silenced.
 """
 
