@@ -159,6 +159,16 @@ def experts_of(model: Any) -> list[Any]:
     return [module for name, module in model.named_modules() if name.endswith(".experts")]
 
 
+def tokens(device: str = "cpu") -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(7)).to(device)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(tokens(model.device.type)).logits.double()
+    return result
+
+
 # What an experts module was called with: ids and weights (tokens, k).
 Decision = tuple[torch.Tensor, torch.Tensor]
 
