@@ -28,8 +28,8 @@ _NO_ACTIVATION = Activation(kind="silu")
 _ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _PROGRAMS = 512  # fewer than so many large tiles leave a GPU idle
 ROUTED_SLOTS = 1024  # up to here every program sorts the slots for itself
-# From so many scales on a launch that places them (`place_scales`) costs less than it saves: on an H200 2 us and 2 a
-# million, against 9 a million; not where tokens go to two experts alone.
+# From so many scales on a launch that places them (`place_scales`) costs less than it saves: on an H200 2 us and 1.3
+# a million, against 9 a million; not where tokens go to two experts alone.
 PLACED_SCALES = 1 << 18
 
 
