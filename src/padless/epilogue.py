@@ -121,7 +121,7 @@ SCALED_MAX: dict[tuple[str, BlockScaledFormat], float] = {
 
 @dataclass(frozen=True)
 class GateRule:
-    """What SwiGLU does beside gate * sigmoid(gate) * up: gpt-oss has GateRule(1.702, 7.0, 1.0). limit None is none."""
+    """A SwiGLU other than gate * sigmoid(gate) * up; gpt-oss has GateRule(1.702, 7.0, 1.0). limit: None for none."""
 
     alpha: float = 1.0
     limit: float | None = None

@@ -117,7 +117,7 @@ def check_gates(arch: str | None = None) -> str:
 
 
 def _check_stored(problem: Gated, values: torch.Tensor, rows: int) -> None:
-    """What the layer's epilogue stores, bit for bit: its own values, rounded or quantized."""
+    """The layer's epilogue stores its own values, rounded or quantized, bit for bit."""
     stored = problem.run(layers.DEVICE, None, values=False)
     if problem.format is None:
         assert stored.d is not None

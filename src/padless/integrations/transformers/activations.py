@@ -1,4 +1,4 @@
-"""Formats that activations are quantized to beside a module's weights: the checkpoint's choice, or `set_activations`."""
+"""Formats that activations are quantized to beside a model's weights, chosen by the user: `set_activations`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.formats import BlockScaledFormat, BlockScaledTensor
-from padless.integrations.weights import activations_for
+from padless.formats import BlockScaledFormat
+from padless.integrations.transformers.weights import CHOSEN, expert_weights, first_projection
 from padless.kernels.table import ROUTES
 from padless.moe import ops
 from padless.moe.layer import BF16
-
-_CHOSEN = "padless_activations"
 
 
 def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | None) -> nn.Module:
@@ -25,8 +23,6 @@ def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | 
 
     Raises ValueError for another format and where no quantized experts are found.
     """
-    from padless.integrations.transformers.weights import expert_weights, first_projection
-
     found: list[Any] = [m for m in model.modules() if hasattr(m, f"{first_projection(m)}_scale_inv")]
     if not found:
         raise ValueError(
@@ -41,21 +37,8 @@ def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | 
                 f"format is {name} and the experts' weights are {weights}; allowed beside these: {', '.join(allowed)}"
             )
     for module in found:
-        setattr(module, _CHOSEN, name)
+        setattr(module, CHOSEN, name)
     return model
-
-
-def chosen(module: Any) -> str | None:
-    """Name of the format that `set_activations` has chosen."""
-    return getattr(module, _CHOSEN, None)
-
-
-def activations_of(module: Any, w13: BlockScaledTensor) -> str:
-    """Name of the format that activations are quantized to, "BF16" for none."""
-    name = chosen(module)
-    if name is not None:
-        return name
-    return activations_for(w13)
 
 
 def _name(format: object) -> str:
