@@ -18,6 +18,7 @@ from padless.integrations.transformers.operators import aligned
 from padless.integrations.weights import ExpertWeights, activations_for, block_scaled, in_tiles
 from padless.quantization.quantize import quantize
 
+CHOSEN = "padless_activations"  # the attribute of a module whose activations somebody has chosen
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
@@ -63,7 +64,7 @@ def first_projection(module: Any) -> str:
 
 def _key(module: Any) -> tuple[Any, ...]:
     """The key of the sources of weights: addresses, versions, dtypes and shapes; and the activations' format."""
-    key: list[Any] = [chosen(module)]
+    key: list[Any] = [getattr(module, CHOSEN, None)]
     for t in module._parameters.values():
         if t is not None:
             key += (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape)
@@ -83,7 +84,7 @@ def _build(module: Any) -> ExpertWeights:
     ):  # the epilogue reads them in tiles too
         w13 = in_tiles(w13)
     bias13, bias2 = (_detached(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
-    return ExpertWeights(w13, w2, bias13, bias2, activations_of(module, w13))
+    return ExpertWeights(w13, w2, bias13, bias2, getattr(module, CHOSEN, None) or activations_for(w13))
 
 
 def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
