@@ -15,6 +15,7 @@ from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import quantize
 from padless.reference.epilogue import group_values
+from padless.runtime.choices import BackendName
 from padless.runtime.driver import cuda_driver
 from padless.verify import moe as layers
 from padless.verify.emulator.kernels import backend_of
@@ -59,7 +60,7 @@ class Gated(NamedTuple):
         rule = SCALE_RULES.get(self.format.name, "rceil")
         return Epilogue(row_format=self.format, row_layout=layout, scale_rule=rule, **how)  # type: ignore[arg-type]
 
-    def run(self, device: str, backend: str | None, *, values: bool) -> EpilogueTensors:
+    def run(self, device: str, backend: BackendName | None, *, values: bool) -> EpilogueTensors:
         scale = torch.full((1,), 0.02, device=device) if self.format == NVFP4 and not values else None
         given = EpilogueTensors(bias=self.bias.to(device), global_scale=scale)
         return grouped_gemm_epilogue(
