@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from padless.compat.cudnn.gemm_class import GroupedGemmQuant
     from padless.compat.cudnn.outputs import QuantOutputs
     from padless.compat.torch import scaled_grouped_mm
-    from padless.epilogue import Epilogue, EpilogueTensors
+    from padless.epilogue import Epilogue, EpilogueTensors, GateRule
     from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from padless.runtime.devices import backends
 
 __all__ = ["FP8_BLOCK", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4", "BlockScaledFormat", "BlockScaledTensor"]
-__all__ += ["Epilogue", "EpilogueTensors", "GroupedColumns", "GroupedGemmQuant", "QuantOutputs", "backends"]
+__all__ += ["Epilogue", "EpilogueTensors", "GateRule", "GroupedColumns", "GroupedGemmQuant", "QuantOutputs", "backends"]
 __all__ += ["Bf16PlainConfig", "Bf16WgradConfig", "Sm90Bf16Config", "Sm90Fp8Config", "Sm90Mxfp8Config", "WgradConfig"]
 __all__ += ["Bf16GemmConfig", "GemmConfig", "Mxfp8GemmConfig", "Sm100DenseConfig", "Sm100GroupedConfig"]
 __all__ += ["gemm", "group_offsets", "grouped_gemm", "grouped_gemm_epilogue", "grouped_gemm_list"]
@@ -51,7 +51,7 @@ __all__ += ["dequantize", "quantize", "quantize_rows_columns", "quantize_weight_
 _MODULES = {
     "formats": (*("FP8_BLOCK", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4"), "BlockScaledFormat", "BlockScaledTensor"),
     "layouts": ("GroupedColumns",),
-    "epilogue": ("Epilogue", "EpilogueTensors"),
+    "epilogue": ("Epilogue", "EpilogueTensors", "GateRule"),
     "kernels.sm90_bf16.config": ("Sm90Bf16Config",),
     "kernels.sm90_bf16_plain.config": ("Bf16PlainConfig",),
     "kernels.sm90_bf16_wgrad.config": ("Bf16WgradConfig",),

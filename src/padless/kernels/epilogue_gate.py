@@ -25,7 +25,7 @@ def gate_constants(rule: GateRule | None) -> list[str]:
 
 
 def check_gate_up(activation: str, multiples: Mapping[str, int]) -> int:
-    """The multiple that N has to be, out of a kernel's. Raises ValueError for an activation that it does not have."""
+    """The number that N has to be a multiple of. Raises ValueError for an activation that the kernel does not have."""
     if activation not in multiples:
         allowed = ", ".join(map(repr, multiples))
         raise ValueError(f"activation is {activation!r}; this kernel's epilogue allows {allowed}")
