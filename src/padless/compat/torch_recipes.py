@@ -99,7 +99,7 @@ def columns(
     Raises ValueError; where groups end is looked at on a CPU alone.
     """
     a, b = mats
-    if (names(recipes[0]), names(recipes[1])) not in (([ROWS], [ROWS]), ([ROWS], [SQUARES])):
+    if names(recipes[0]) != ROWS or names(recipes[1]) not in (ROWS, SQUARES):
         raise ValueError(
             f"scale_recipe_a is {recipes[0]} and scale_recipe_b {recipes[1]} of 2-D mat_a and mat_b; supported: "
             f"ScalingType.{ROWS} with ScalingType.{ROWS} or ScalingType.{SQUARES}"
@@ -136,7 +136,7 @@ def columns(
             )
     groups = {"offs": ends, "starts": starts, "block_starts": after - blocks}
     groups = {name: t.to(torch.int32).contiguous() for name, t in groups.items()}
-    block = (SCALE_BLOCK if names(recipes[1]) == [SQUARES] else 1, SCALE_BLOCK)
+    block = (SCALE_BLOCK if names(recipes[1]) == SQUARES else 1, SCALE_BLOCK)
     return (
         GroupedColumns(a, of_a.contiguous(), block=(1, SCALE_BLOCK), alignment=_TOKENS, **groups),
         GroupedColumns(b, of_b.contiguous(), block=block, alignment=_TOKENS, **groups),
@@ -153,15 +153,15 @@ def require_column_major(mat: torch.Tensor, rank: int) -> None:
         )
 
 
-def names(value: Any) -> list[str]:
-    """Names of one of torch's enums, or of a list of them; none of None."""
-    return [one if isinstance(one, str) else getattr(one, "name", str(one)) for one in _listed(value)]
+def names(value: Any) -> str:
+    """Names of one of torch's enums, or of a list of them, with "+" between; "" of None."""
+    return "+".join([one if isinstance(one, str) else getattr(one, "name", str(one)) for one in _listed(value)])
 
 
 def _format(name: str, mat: torch.Tensor, recipe: Any, allowed: tuple[str, ...]) -> BlockScaledFormat:
     """The format of the codes by their recipe; NVFP4 may have a scale per tensor or group besides."""
-    first, *others = names(recipe) or [""]
-    if first not in allowed or others not in ([], ["TensorWise"] if first == "BlockWise1x16" else []):
+    first, _, others = names(recipe).partition("+")
+    if first not in allowed or others not in ("", "TensorWise" if first == "BlockWise1x16" else ""):
         supported = ", ".join(f"ScalingType.{one}" for one in allowed)
         raise ValueError(f"scale_recipe_{name} is {recipe}; supported: {supported}")
     if (fmt := _FORMATS.get((first, mat.dtype))) is None:
@@ -183,12 +183,12 @@ def _scales(name: str, scale: Any, recipe: Any, fmt: BlockScaledFormat) -> tuple
 
 def _is_swizzled(name: str, swizzle: Any, fmt: BlockScaledFormat) -> bool:
     """Tells whether scales lie in 32x4x4 tiles. For one-byte scales it must be said, since shapes need not tell."""
-    first, *others = names(swizzle) or [""]
+    first, _, others = names(swizzle).partition("+")
     if fmt is FP8_BLOCK:
-        if (first, others) not in (("", []), ("NO_SWIZZLE", [])):
+        if names(swizzle) not in ("", "NO_SWIZZLE"):
             raise ValueError(f"swizzle_{name} is {swizzle}; 1x128 and 128x128 scales are not swizzled: leave it None")
         return False
-    if first not in ("SWIZZLE_32_4_4", "NO_SWIZZLE") or others not in ([], ["NO_SWIZZLE"]):
+    if first not in ("SWIZZLE_32_4_4", "NO_SWIZZLE") or others not in ("", "NO_SWIZZLE"):
         raise ValueError(f"swizzle_{name} is {swizzle}; pass SwizzleType.SWIZZLE_32_4_4 or SwizzleType.NO_SWIZZLE")
     return first == "SWIZZLE_32_4_4"
 

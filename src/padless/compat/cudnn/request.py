@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import SupportsInt, cast
 
 import torch
@@ -42,7 +42,7 @@ class CudnnRequest(Inputs):
 
     def resolve(self) -> Bound:
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
-        refuse_gradients(**{name: getattr(self, name) for name in self.__dataclass_fields__})
+        refuse_gradients(**{field.name: getattr(self, field.name) for field in fields(self)})
         self.check_fixed()
         operands = self.operands()
         epilogue = self.epilogue()
