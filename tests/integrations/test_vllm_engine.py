@@ -1,8 +1,6 @@
 """vLLM's whole engine on a GPU with quantization="padless": greedy tokens, CUDA graphs, batch invariance.
 
-Engines run in processes of their own (support/vllm_engine.py), all started at once. What they serve is compared with
-transformers, which computes the same checkpoints through padless, token by token with vLLM's tokens as the context: a
-near tie may then cost one token and not all behind it.
+Engines run in processes of their own (support/vllm_engine.py), all started at once; support/engine_reference.py judges.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ pytestmark = [
     ),
 ]
 SECONDS = float(os.environ.get("PADLESS_ENGINE_SECONDS", "600"))  # until an engine must have served
-LENGTHS, MAX_TOKENS = (5, 17, 33, 1, 64, 40), 24
+MAX_TOKENS = 24
 TRITON = {"attention_backend": "TRITON_ATTN"}
 EAGER = {"quantization": "padless", "enforce_eager": True}
 GRAPHS = {
@@ -81,14 +79,6 @@ PROCESSES: dict[str, tuple[dict[str, str], dict[str, Run]]] = {
     "compiled": ({}, {"compiled": Run("fp8", {"quantization": "padless"})}),
 }
 RUNS = {name: run for _, runs in PROCESSES.values() for name, run in runs.items()}
-Completions = list[tuple[list[int], torch.Tensor]]
-
-
-def prompts() -> list[list[int]]:
-    from support.hub_checkpoints import VOCABULARY
-
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 def write_checkpoints(root: Path) -> None:
@@ -111,6 +101,8 @@ def write_checkpoints(root: Path) -> None:
 
 def write_settings(root: Path, name: str) -> None:
     """RUN.json for each run, for which the processes wait."""
+    from support.engine_reference import prompts
+
     run = RUNS[name]
     settings = {
         "model": str(root / run.model),
@@ -176,63 +168,38 @@ def served(root: Path) -> Iterator[Callable[[str], dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def reference(root: Path, served: Any) -> Callable[[str, Completions], list[torch.Tensor]]:
-    """reference(model, completions): logits of transformers for the tokens that were served, each given those before."""
-    import padless.integrations.transformers  # noqa: F401
-    from support.hub_checkpoints import load
+def reference(root: Path, served: Any) -> Any:
+    """Logits of transformers."""
+    from support.engine_reference import Reference
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    models: dict[str, Any] = {}
-
-    def logits(model: str, completions: Completions) -> list[torch.Tensor]:
-        if model not in models:
-            how = {"experts_implementation": "padless", "attn_implementation": "eager"}
-            models[model] = load(root / model, **how).to(device)
-        found = []
-        for prompt, (tokens, _) in zip(prompts(), completions, strict=True):
-            with torch.no_grad():
-                rows = models[model](torch.tensor([prompt + tokens], device=device)).logits[0]
-            found.append(rows[len(prompt) - 1 : -1].float().cpu())
-        return found
-
-    return logits
-
-
-def judge(completions: Completions, want: list[torch.Tensor]) -> tuple[float, float, float]:
-    """(median of the tokens' errors of logits, share of tokens over 5%, share of tokens that are the reference's)."""
-    logits, reference = torch.cat([each for _, each in completions]).double(), torch.cat(want).double()
-    errors = (logits - reference).norm(dim=1) / reference.norm(dim=1)
-    alike = reference.argmax(-1) == torch.tensor([token for tokens, _ in completions for token in tokens])
-    found = float(errors.median()), float((errors > 0.05).double().mean()), float(alike.double().mean())
-    print("median error {:.4f}, over 5%: {:.3f}, tokens alike {:.3f}".format(*found), "of", len(alike))
-    return found
-
-
-def well(completions: Completions, want: list[torch.Tensor], bound: float = Run.median) -> bool:
-    """Whether the engine computed what the reference does, but for roundings and near ties of routers and tokens."""
-    median, far, alike = judge(completions, want)
-    return median < bound and far < 0.15 and alike > 0.93
+    return Reference(root)
 
 
 @pytest.mark.parametrize("run", [n for n in RUNS if n != "exchanged"])
 def test_an_engine_serves_what_transformers_computes(run: str, served: Any, reference: Any) -> None:
+    from support.engine_reference import LENGTHS, well
+
     got = served(run)["together"]
     assert [len(tokens) for tokens, _ in got] == [MAX_TOKENS] * len(LENGTHS)
     assert all(torch.equal(logits.argmax(-1), torch.tensor(tokens)) for tokens, logits in got)
-    assert well(got, reference(RUNS[run].model, got), RUNS[run].median)
+    assert well(got, reference.logits(RUNS[run].model, got), RUNS[run].median)
 
 
 def test_exchanged_experts_are_seen(served: Any, reference: Any) -> None:
     """The judge of the test above refuses an engine half of whose experts have each other's down projections."""
+    from support.engine_reference import well
+
     result = served("exchanged")
-    assert well(result["together"], reference("exchanged", result["together"]))
-    assert not well(result["together"], reference("fp8", result["together"]))
+    assert well(result["together"], reference.logits("exchanged", result["together"]))
+    assert not well(result["together"], reference.logits("fp8", result["together"]))
     assert not all(equal for _, equal in result["watched"])
 
 
 @pytest.mark.parametrize("run", [n for n, each in RUNS.items() if each.watched == each.model])
 def test_each_call_of_the_experts_has_the_bits_of_padless(run: str, served: Any) -> None:
     """Prefills and decode steps of two layers, with the checkpoint's tensors as padless reads them."""
+    from support.engine_reference import LENGTHS
+
     calls = served(run)["watched"]
     assert len(calls) >= 2 * MAX_TOKENS
     assert all(equal for _, equal in calls)
