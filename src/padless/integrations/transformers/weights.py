@@ -18,7 +18,6 @@ from padless.integrations.transformers.operators import aligned
 from padless.integrations.weights import ExpertWeights, activations_for, block_scaled, in_tiles
 from padless.quantization.quantize import quantize
 
-CHOSEN = "padless_activations"  # the attribute of a module whose activations somebody has chosen
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
@@ -79,9 +78,7 @@ def _build(module: Any) -> ExpertWeights:
         )
     first = first_projection(module)
     w13, w2 = _weight(module, first), in_tiles(_weight(module, "down_proj"))
-    if (
-        getattr(module, "padless_activation", {}).get("gate_up") == "alternating"
-    ):  # the epilogue reads them in tiles too
+    if getattr(module, "padless_activation", {}).get("gate_up") == "alternating":  # the epilogue reads tiles too
         w13 = in_tiles(w13)
     bias13, bias2 = (_detached(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
     return ExpertWeights(w13, w2, bias13, bias2, getattr(module, CHOSEN, None) or activations_for(w13))
@@ -167,16 +164,3 @@ def _quantize_parameter(module: Any, name: str, format: BlockScaledFormat) -> No
     module.register_parameter(f"{name}_scale_inv", nn.Parameter(t.scale, requires_grad=False))
     if t.global_scale is not None:
         module.register_parameter(f"{name}_global_scale", nn.Parameter(t.global_scale, requires_grad=False))
-
-
-def chosen(module: Any) -> str | None:
-    """Name of the format that `set_activations` has chosen."""
-    return getattr(module, CHOSEN, None)
-
-
-def activations_of(module: Any, w13: BlockScaledTensor) -> str:
-    """Name of the format that activations are quantized to, "BF16" for none."""
-    name = chosen(module)
-    if name is not None:
-        return name
-    return activations_for(w13)
