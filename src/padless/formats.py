@@ -91,6 +91,7 @@ MXFP4 = BlockScaledFormat("MXFP4", torch.float4_e2m1fn_x2, torch.float8_e8m0fnu,
 NVFP4 = BlockScaledFormat("NVFP4", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, (1, 16), (1, 16), 6.0, 2, True)
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2, MXFP4, NVFP4)
+FORMAT_BY_NAME = {format.name: format for format in FORMATS}
 
 # Element types of a product, with their names in device code.
 OUT_DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "OUT_BF16", torch.float16: "OUT_F16", torch.float32: "OUT_F32"}

@@ -47,11 +47,10 @@ def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
     if is_mn_major(scale):
         return scale
     rows, columns = scale.shape
-    ld = max(round_up(rows, MN_MAJOR_ALIGNMENT), MN_MAJOR_ALIGNMENT)
-    padded = torch.empty((columns, ld), dtype=torch.float32, device=scale.device)
-    padded[:, rows:].zero_()
-    padded[:, :rows].copy_(scale.t())
-    return padded.t()[:rows]
+    padded = empty_mn_major(round_up(max(rows, 1), MN_MAJOR_ALIGNMENT), columns, scale.device)
+    padded[rows:].zero_()
+    padded[:rows].copy_(scale)
+    return padded[:rows]
 
 
 # --- two FP4 codes a byte --------------------------------------------------------------------------------

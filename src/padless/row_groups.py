@@ -111,12 +111,12 @@ def _version_of(offs: torch.Tensor) -> int | None:
 
 # --- what can be known of values --------------------------------------------------------------------------
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_traced(t: torch.Tensor) -> bool:
     """Whether a call with t, and with other tensors made as t was, is being compiled or exported, or t is fake."""
-    return torch.compiler.is_compiling() or type(t) not in _PLAIN
+    return torch.compiler.is_compiling() or type(t) not in PLAIN_TENSORS
 
 
 def is_readable(t: torch.Tensor) -> bool:

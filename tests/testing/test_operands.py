@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from padless import MXFP8, NVFP4, dequantize
-from padless.testing.operands import (
-    BF16,
-    FORMAT_BY_NAME,
-    any_codes,
-    groups_of,
-    in_layout,
-    make_operands,
-    moved,
-    quantized,
-    rows_of,
-)
+from padless.formats import FORMAT_BY_NAME
+from padless.testing.operands import BF16, any_codes, groups_of, in_layout, make_operands, moved, quantized, rows_of
 
 PAIRS = [("FP8_BLOCK", "FP8_BLOCK"), ("MXFP8", "MXFP8"), ("NVFP4", "NVFP4"), (BF16, "MXFP4")]
 SIZES = [5, 0, 9]

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from padless.moe import twins
+from padless.moe import ops, twins
 from padless.verify import moe as verify_moe
 
 
@@ -34,7 +34,7 @@ def test_a_wrong_pass_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(verify_moe, "ROUTINGS", ((9, 2, 4),))
     monkeypatch.setattr(verify_moe, "GATHERS", ((9, 3, 4, 272),))
     monkeypatch.setattr(verify_moe, "ACTIVATIONS", ())
-    function = verify_moe.ops._FUNCTIONS[planted]
+    function = ops._FUNCTIONS[planted]
 
     def wrong(*arguments: object) -> object:
         result = function(*arguments)
@@ -43,7 +43,7 @@ def test_a_wrong_pass_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) 
             first.view(-1)[-1] += 1
         return result
 
-    monkeypatch.setitem(verify_moe.ops._FUNCTIONS, planted, wrong)
+    monkeypatch.setitem(ops._FUNCTIONS, planted, wrong)
     with pytest.raises(AssertionError):
         _check_passes()
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from padless.checkpoints import from_deepseek, from_torch
-from padless.formats import MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import to_blocked
-from padless.moe import ops
 from padless.moe.layer import ACTIVATIONS, BF16
 
 
@@ -32,7 +31,7 @@ class ExpertWeights:
     @property
     def activation_format(self) -> BlockScaledFormat | torch.dtype:
         """activations as `padless.moe` takes them."""
-        return torch.bfloat16 if self.activations == BF16 else ops.BY_NAME[self.activations]
+        return torch.bfloat16 if self.activations == BF16 else FORMAT_BY_NAME[self.activations]
 
 
 def block_scaled(

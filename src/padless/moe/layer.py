@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import (
+    FORMAT_BY_NAME,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+)
 from padless.gradients import refuse_gradients
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
@@ -124,7 +133,7 @@ def moe(
     first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
     scales = (global_scale1, global_scale2)
     if ep is not None:
-        format = ops.BY_NAME.get(name)
+        format = FORMAT_BY_NAME.get(name)
         layer = (first, second, act, format, _scales(x, format, scales))
         return ep._moe(x, top_k_index, top_k_weights, layer, shared, dtype, num_experts)
     if trained is not None or ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
@@ -184,7 +193,7 @@ def _forward(
     """`moe` of checked arguments; activations: name of their format."""
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    format = ops.BY_NAME.get(activations)
+    format = FORMAT_BY_NAME.get(activations)
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
@@ -305,9 +314,9 @@ def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -
         if x.dtype != torch.bfloat16:
             raise ValueError(f"activations is torch.bfloat16 and x is {x.dtype}; convert x to bfloat16")
         return BF16
-    if isinstance(activations, BlockScaledFormat) and activations.name in ops.BY_NAME:
+    if isinstance(activations, BlockScaledFormat) and activations.name in FORMAT_BY_NAME:
         return activations.name
-    allowed = ", ".join(ops.BY_NAME)
+    allowed = ", ".join(FORMAT_BY_NAME)
     raise ValueError(f"activations is {activations!r}; allowed: None, torch.bfloat16, {allowed}")
 
 

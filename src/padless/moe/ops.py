@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from padless import layouts, row_groups
-from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, blocked_size, ceil_div
+from padless import layouts
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, blocked_size, ceil_div
 from padless.moe import twins
 from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
+from padless.row_groups import PLAIN_TENSORS
 from padless.runtime.choices import ActivationKind, GateUp
 from padless.runtime.operators import register_operator
 
-BY_NAME = {format.name: format for format in FORMATS}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
@@ -32,7 +32,9 @@ def call(name: str, *arguments: Any) -> Any:
 
 def is_traced(*arguments: Any) -> bool:
     """Whether a call is being compiled, or has a subclass of a tensor: a fake one, or one that traces."""
-    return any(isinstance(a, torch.Tensor) and row_groups.is_traced(a) for a in arguments)
+    return torch.compiler.is_compiling() or any(
+        isinstance(a, torch.Tensor) and type(a) not in PLAIN_TENSORS for a in arguments
+    )
 
 
 def operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -75,7 +77,7 @@ def _quantized_fake(
     """Codes as bytes and scales of (rows, K) values; bfloat16 values and no scales for "BF16"."""
     if format == "BF16":
         return like.new_empty((rows, K), dtype=torch.bfloat16), like.new_empty((0,), dtype=torch.uint8)
-    fmt = BY_NAME[format]
+    fmt = FORMAT_BY_NAME[format]
     data = like.new_empty((rows, K // fmt.codes_per_byte), dtype=torch.uint8)
     columns = ceil_div(K, fmt.block_k)
     if fmt == FP8_BLOCK:
@@ -150,7 +152,7 @@ def _gather_quantize(
     global_scale: torch.Tensor | None,
     tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    fmt = BY_NAME[format]
+    fmt = FORMAT_BY_NAME[format]
     if not runs_triton(x):
         rows = x[twins.tokens_of(inverse)]
         return _quantized_by_twin(rows, fmt, scale_rule, scale_layout, global_scale, None)
@@ -193,7 +195,7 @@ def _route_quantize(
             x,
             top_k_index.contiguous(),
             num_experts,
-            BY_NAME[format],
+            FORMAT_BY_NAME[format],
             scale_rule=scale_rule,
             scale_layout=scale_layout,
             factors=_factors(global_scale, scale_rule),
@@ -238,7 +240,7 @@ def _activate_quantize(
     format: str, scale_rule: str, scale_layout: str, global_scale: torch.Tensor | None, offs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     activation = Activation(kind, gate_up, alpha, limit, up_offset)
-    fmt = BY_NAME.get(format)
+    fmt = FORMAT_BY_NAME.get(format)
     if runs_triton(x):
         return _quantized(x, fmt, scale_rule, scale_layout, global_scale, offs, activation=activation)
     values = twins.activated(x, activation, in_bfloat16=fmt is None)
@@ -317,7 +319,7 @@ def unpacked(
     data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, format: str, layout: str
 ) -> BlockScaledTensor:
     """A weight from what an operator can take."""
-    fmt = BY_NAME[format]
+    fmt = FORMAT_BY_NAME[format]
     return BlockScaledTensor(data.view(fmt.data_dtype), scale.view(fmt.scale_dtype), fmt, global_scale, layout)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns, empty_mn_major
 from padless.moe import slots
 from padless.moe.fused import swiglu
-from padless.moe.ops import BY_NAME, _quantized_fake, operator, unpacked
+from padless.moe.ops import _quantized_fake, operator, unpacked
 from padless.nn import rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
@@ -220,7 +220,7 @@ def _quantize_rows_fake(x: torch.Tensor, format: str = "FP8_BLOCK") -> tuple[tor
 @operator("quantize_rows", '(Tensor x, str format="FP8_BLOCK") -> (Tensor, Tensor)', _quantize_rows_fake)
 def _quantize_rows(x: torch.Tensor, format: str = "FP8_BLOCK") -> tuple[torch.Tensor, torch.Tensor]:
     """`padless.quantize`, codes as bytes."""
-    return bytes_of(quantize(x, BY_NAME[format]))
+    return bytes_of(quantize(x, FORMAT_BY_NAME[format]))
 
 
 def _dequantize_rows_fake(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -17,15 +17,13 @@ import torch
 
 import padless
 from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import FORMATS, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.table import PLAIN_ROUTES, ROUTES
 from padless.row_groups import GroupedColumns
 from padless.runtime.choices import BackendName
 from padless.runtime.operators import register_operator
-
-_BY_NAME = {format.name: format for format in FORMATS}
 
 
 def _operator(schema: str, run: Callable[..., None]) -> Callable[..., None]:
@@ -52,7 +50,7 @@ def _joined(parts: Sequence[Any], kind: Sequence[str]) -> Any:
     """The operand that `_parts` took apart."""
     if not kind:
         return parts[0]
-    format, (data, scale, global_scale, offs) = _BY_NAME[kind[0]], parts
+    format, (data, scale, global_scale, offs) = FORMAT_BY_NAME[kind[0]], parts
     data, scale = data.view(format.data_dtype), scale.view(format.scale_dtype)
     return BlockScaledTensor(data, scale, format, global_scale, kind[1], offs)
 
@@ -97,7 +95,7 @@ def from_text(text: str | None) -> Any:
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute):
         return getattr(torch, node.attr)
-    return _BY_NAME[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
+    return FORMAT_BY_NAME[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 # --- products ----------------------------------------------------------------------------------------------

@@ -8,10 +8,8 @@ import torch
 
 import padless
 from padless import layouts
-from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
+from padless.formats import FORMAT_BY_NAME, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
 from padless.runtime.operators import register_operator
-
-_BY_NAME = {format.name: format for format in FORMATS}
 
 
 def float32_scale(global_scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
@@ -50,7 +48,7 @@ def _run(
 ) -> _Tensors:  # fmt: skip
     quantize: Any = padless.quantize  # strings are of types that a schema has not
     t = quantize(
-        x, _BY_NAME[format], kind=kind, scale_major=scale_major, scale_rule=scale_rule or None,
+        x, FORMAT_BY_NAME[format], kind=kind, scale_major=scale_major, scale_rule=scale_rule or None,
         scale_layout=scale_layout, global_scale=global_scale, offs=offs, rows=rows,
     )  # fmt: skip
     scale = t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
@@ -62,7 +60,7 @@ def _fake(
     x: torch.Tensor, format: str, kind: str, scale_major: str, scale_rule: str, scale_layout: str,
     global_scale: torch.Tensor | None, offs: torch.Tensor | None, rows: torch.Tensor | None,
 ) -> _Tensors:  # fmt: skip
-    fmt, shape = _BY_NAME[format], x.shape if rows is None else (rows.shape[0], x.shape[1])
+    fmt, shape = FORMAT_BY_NAME[format], x.shape if rows is None else (rows.shape[0], x.shape[1])
     data = x.new_empty((*shape[:-1], shape[-1] // fmt.codes_per_byte), dtype=torch.uint8)
     blocks = fmt.scale_shape(tuple(shape), kind)
     if fmt.scale_dtype == torch.float32:

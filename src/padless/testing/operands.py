@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMATS, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups, to_mn_major
 from padless.runtime.choices import Kind
 
 BF16 = "BF16"  # plain bfloat16 activations, as in padless.kernels.table
 Activation = BlockScaledTensor | torch.Tensor
-FORMAT_BY_NAME: dict[str, BlockScaledFormat] = {format.name: format for format in FORMATS}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, KernelConfig
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
@@ -25,7 +25,7 @@ from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import row_errors
-from padless.testing.operands import FORMAT_BY_NAME, any_codes, in_layout, moved
+from padless.testing.operands import any_codes, in_layout, moved
 from padless.testing.processes import in_order, worker_pool
 from padless.verify.emulator.kernels import backend_of, bits, emulation_cost
 from padless.verify.fp8_block import CONFIGS, ROW_ERROR_LIMIT

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMATS, FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import (
+    FORMAT_BY_NAME,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+)
 from padless.kernels.table import ROUTES, kernels_arch
 from padless.moe import (
     Activation,
@@ -21,7 +30,6 @@ from padless.moe import (
     combine_backward,
     gather_quantize,
     moe,
-    ops,
     route,
     route_quantize,
     twins,
@@ -328,7 +336,7 @@ def composed(layer: Layer) -> torch.Tensor:
         o.get("limit"),
         o.get("up_offset", 0.0),
     )
-    format = ops.BY_NAME.get(activations_of(layer.w13.format, o["activations"]))
+    format = FORMAT_BY_NAME.get(activations_of(layer.w13.format, o["activations"]))
     scale = torch.ones(()) if format == NVFP4 else None
     offs, tokens, inverse = twins.route(layer.ids, layer.w13.data.shape[0])
     there = layer.to(DEVICE)

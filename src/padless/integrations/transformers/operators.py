@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
 from padless.moe import ops
 from padless.moe.layer import BF16, Projection
 from padless.ops.grouped_gemm import gemm
@@ -58,7 +58,7 @@ def _project(
         a = x.to(torch.bfloat16) if rows is None else x.index_select(0, rows).to(torch.bfloat16)
         a = a.contiguous()
     else:
-        a = quantize(x, ops.BY_NAME[activations], rows=rows)
+        a = quantize(x, FORMAT_BY_NAME[activations], rows=rows)
     return Projection(weights, bias, None).product(a, offs)
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant
-from padless.formats import BlockScaledTensor, ceil_div
+from padless.formats import FORMAT_BY_NAME, BlockScaledTensor, ceil_div
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.layouts import cudnn_view, from_cudnn_view
 from padless.ops.grouped_gemm import gemm, group_offsets
-from padless.testing.operands import FORMAT_BY_NAME, in_layout, quantized
+from padless.testing.operands import in_layout, quantized
 from padless.verify.cudnn.kernel import DENSE, GROUPED, Tensors
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2)

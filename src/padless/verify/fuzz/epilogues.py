@@ -12,13 +12,12 @@ import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
 from padless.epilogue import COLUMN_FORMATS, INTERLEAVE, Epilogue, EpilogueTensors, column_tiles
-from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, round_up
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat, round_up
 from padless.kernels.launch import KernelChoice
 from padless.kernels.table import QUANT
 from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
-from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact, operands
 from padless.verify.fuzz.place import Guarded, Judge, Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options

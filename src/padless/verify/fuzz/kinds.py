@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from padless.testing.operands import FORMAT_BY_NAME
+from padless.formats import FORMAT_BY_NAME
 from padless.verify.fuzz.problem import Options
 
 Kind = tuple[Any, ...]

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from padless import moe
-from padless.formats import BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
 from padless.moe.activation import Activation, split_gate_up
 from padless.quantization.quantize import SCALE_RULES
-from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options

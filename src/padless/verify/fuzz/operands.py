@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups
-from padless.testing.operands import BF16, FORMAT_BY_NAME, picked
+from padless.testing.operands import BF16, picked
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.place import Place
 

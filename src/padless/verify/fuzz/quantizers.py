@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, NVFP4, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledTensor
 from padless.layouts import GroupedColumns
 from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
 from padless.quantization.rows_columns import quantize_rows_columns
 from padless.quantization.weight_both import quantize_weight_both
-from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.operands import clamped, spans
 from padless.verify.fuzz.place import Place

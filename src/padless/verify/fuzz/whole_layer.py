@@ -10,13 +10,12 @@ import torch
 from padless import moe
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.epilogue import Epilogue, EpilogueTensors
-from padless.formats import BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.fused import fuses, gate_rule_of
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import quantize
-from padless.testing.operands import FORMAT_BY_NAME
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.layers import draw_ids, exact_activation, routing_of
 from padless.verify.fuzz.place import Place
