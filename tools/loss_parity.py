@@ -30,8 +30,8 @@ from padless.demo.train.text import SOURCES, TOPICS, help_topics, library_source
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
 from padless.nn import RECIPES, experts_function
+from padless.nn.linear import QuantizedModule
 from padless.nn.quantizers import quantize_rows
-from padless.nn.weight_codes import WeightCodes
 from padless.quantization.lifting import lift
 from padless.quantization.quantize import dequantize, quantize
 from tenants import Tenants
@@ -46,14 +46,15 @@ RIGHT = ("bf16", "fp8", "fp8_1d1d")
 @contextmanager
 def stale_codes() -> Iterator[None]:
     """A weight is quantized once, and never again after an optimizer's step."""
-    fresh = WeightCodes.of
+    fresh = QuantizedModule._operands
 
-    def of(self: Any, weight: torch.Tensor, recipe: Any) -> Any:
-        if not hasattr(self, "stale"):
-            self.stale = fresh(self, weight, recipe)
-        return self.stale
+    def operands(self: Any, name: str, *arguments: Any) -> Any:
+        stale = self.__dict__.setdefault("stale", {})
+        if name not in stale:
+            stale[name] = fresh(self, name, *arguments)
+        return stale[name]
 
-    with patch.object(WeightCodes, "of", of):
+    with patch.object(QuantizedModule, "_operands", operands):
         yield
 
 

@@ -49,7 +49,6 @@ class Layer:
         self.prob = torch.rand(options.tokens, options.top_k, generator=g).to(device).requires_grad_()
         self.weights = [weight for layer in self.layers for weight in layer.parameters()]
         self.optimizer = torch.optim.SGD(self.weights, lr=1e-6, foreach=True)
-        self.keeps_codes = False
         self.again = again
 
     def step(self) -> tuple[float, float]:
@@ -63,7 +62,7 @@ class Layer:
         between = time.perf_counter()
         x.backward(self.x)
         ended = time.perf_counter()
-        if not self.keeps_codes:
+        if not self.layers[0].keep_codes:  # else these are a step's other microbatches
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.prob.grad = None
@@ -172,7 +171,8 @@ def report(options: argparse.Namespace, recipe: str, again: Again | None) -> Non
     """Prints everything about one recipe."""
     model = Layer(options, recipe, again)
     for keeps_codes in (False, True):
-        model.keeps_codes = keeps_codes
+        for layer in model.layers:
+            layer.keep_codes = keeps_codes
         for _ in range(2):  # steps make other tensors when codes begin to be kept
             if again is not None:
                 again.forget()

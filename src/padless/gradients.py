@@ -1,11 +1,13 @@
-"""Refusal of tensors that require grad by calls without a backward pass, which autograd would make up from their parts.
+"""Refusal of derivatives that are not computed: of calls without a backward pass, and of gradients themselves.
 
-`padless.autograd` and `padless.nn` are what trains.
+Autograd would make either up from the parts that it can follow. `padless.autograd` and `padless.nn` are what trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 
@@ -29,6 +31,26 @@ def detached(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     refuse_gradients(**{name: tensor})
     return tensor.detach()
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward(ctx, *gradients)`` of an autograd function, which raises RuntimeError where it is to be differentiated.
+
+    torch.autograd.function.once_differentiable looks at the gradients that come in alone: after ``.sum()``, or with any
+    fixed cotangent, they do not require grad, and a graph of the gradient would lack this function's own terms.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiled program refuses by itself
+            raise RuntimeError(
+                "create_graph is True in a backward pass through a layer of padless, which can be differentiated once; "
+                "pass create_graph=False, or use a layer of torch where second derivatives are needed"
+            )
+        with torch.no_grad():
+            return backward(ctx, *gradients)
+
+    return checked
 
 
 def _refuse(name: str, value: object) -> None:

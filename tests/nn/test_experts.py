@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
-from padless.nn import Experts, Recipe, experts_function, linear_function
+from padless.nn import Experts, GroupedLinear, Recipe, experts_function, linear_function
 from padless.nn.products import Rows
 from padless.quantization.quantize import dequantize, quantize
 from support import fake_quant
@@ -70,7 +71,7 @@ def test_a_compact_layer_keeps_the_least_slack() -> None:
         kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    made = module(problem, "fp8_compact")
+    made = module(problem, "fp8_compact", keep_codes=True)
     p = problem.leaves(torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         made(p["x"], problem.index, p["prob"])
@@ -257,13 +258,16 @@ def test_without_gradients_the_output_is_the_same(name: str) -> None:
     assert torch.equal(out, gradients(made, problem)["out"])
 
 
-def test_the_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.mark.parametrize("cotangent", [torch.sum, lambda out: out.square().sum()], ids=["fixed", "differentiable"])
+def test_the_second_derivative_is_refused(recipe: str, cotangent: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Whether or not the gradient that comes in requires grad."""
     problem = layer(tokens=8)
     p = problem.leaves(torch.float32)
-    out = module(problem, "fp8")(p["x"], problem.index, p["prob"])
-    (dx,) = torch.autograd.grad(out.square().sum(), p["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    linear, offs = GroupedLinear(2, 160, 32, recipe=recipe), torch.tensor([3, 8], dtype=torch.int32)
+    for out in (module(problem, recipe)(p["x"], problem.index, p["prob"]), linear(p["x"], offs)):
+        with pytest.raises(RuntimeError, match="create_graph is True .* can be differentiated once"):
+            torch.autograd.grad(cotangent(out), p["x"], create_graph=True)
 
 
 @pytest.mark.parametrize(

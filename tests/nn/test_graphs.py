@@ -62,9 +62,9 @@ def drawn(seed: int) -> Layer:
     return replace(problem, index=(problem.index + seed) % 8 - 1)
 
 
-def pair(recipe: str = "fp8") -> tuple[Experts, Experts, Graphed]:
+def pair(recipe: str = "fp8", keep_codes: bool = False) -> tuple[Experts, Experts, Graphed]:
     """Two layers of the same weights, and graphs of the second."""
-    first, second = (module(layer(), recipe, dtype=torch.float32) for _ in range(2))
+    first, second = (module(layer(), recipe, dtype=torch.float32, keep_codes=keep_codes) for _ in range(2))
     return first, second, Graphed(second, inputs(layer(seed=9)))
 
 
@@ -74,24 +74,26 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.parametrize("keep_codes", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
-def test_steps_are_those_of_the_layer_with_other_ids_and_weights(recipe: str) -> None:
-    eager, experts, graph = pair(recipe)
+def test_steps_are_those_of_the_layer_with_other_ids_and_weights(recipe: str, keep_codes: bool) -> None:
+    eager, experts, graph = pair(recipe, keep_codes)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, experts)]
     for seed in range(3):
         problem = drawn(seed)
         same(step(graph, experts, problem), step(eager, eager, problem))
         for optimizer in optimizers:
             optimizer.step()
-    experts.w13.data.mul_(2)  # unseen, until it is said
+    experts.w13.data.mul_(2)
     with torch.no_grad():
         eager.w13.mul_(2)
-    experts.forget_codes()
+    if keep_codes:  # unseen, until it is said
+        experts.forget_codes()
     same(step(graph, experts, layer()), step(eager, eager, layer()))
 
 
-def test_codes_are_made_once_for_all_microbatches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, experts, graph = pair()
+def test_kept_codes_are_made_once_for_all_microbatches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, experts, graph = pair(keep_codes=True)
     made: list[int] = []
     real = graphs.weight_operands
     monkeypatch.setattr(graphs, "weight_operands", lambda *a: (made.append(1), real(*a))[1])
@@ -238,7 +240,7 @@ def test_what_would_be_wrong_is_refused() -> None:
 def test_codes_that_are_not_made_again_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs._Codes, "refresh", lambda self: None)
     with pytest.raises(AssertionError):
-        test_steps_are_those_of_the_layer_with_other_ids_and_weights("fp8")
+        test_steps_are_those_of_the_layer_with_other_ids_and_weights("fp8", keep_codes=True)
 
 
 def test_gradients_in_the_graphs_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,14 +143,14 @@ def test_fsdp_of_two_processes_is_one_process(recipe: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [("checkpointed",), ("compiled",)], ids=str)
+@pytest.mark.parametrize("flags", [("kept",), ("checkpointed",), ("kept", "checkpointed"), ("compiled",)], ids=str)
 def test_fsdp_with_checkpoints_and_compiled(flags: tuple[str, ...]) -> None:
     assert set(two_processes("fp8", *flags).values()) == {0.0}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
-@pytest.mark.parametrize("flags", [(), ("checkpointed",), ("compiled",)], ids=str)
+@pytest.mark.parametrize("flags", [(), ("kept",), ("checkpointed",), ("compiled",)], ids=str)
 def test_fsdp_of_two_gpus(recipe: str, flags: tuple[str, ...]) -> None:
     """NCCL's mean of two float32 numbers is one addition too, but for the order of its halving."""
     if torch.cuda.device_count() < 2:
@@ -161,6 +161,6 @@ def test_fsdp_of_two_gpus(recipe: str, flags: tuple[str, ...]) -> None:
 @pytest.mark.slow
 def test_stale_codes_under_fsdp_are_seen() -> None:
     """FSDP2 gathers new values into the parameter that was there, and no version counts it."""
-    differences = two_processes("fp8", "stale")
+    differences = two_processes("fp8", "kept", "stale")
     assert differences["w13 of step 0"] == 0.0
     assert differences["w13 of step 1"] > 0.1

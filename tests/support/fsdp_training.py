@@ -1,8 +1,8 @@
 """Two processes that train `padless.nn.Experts` under FSDP2, and one that trains it alone: a program.
 
-``python fsdp_training.py PORT RANK RECIPE [stale] [cuda] [checkpointed] [compiled]`` is one of two ranks on this
+``python fsdp_training.py PORT RANK RECIPE [kept] [stale] [cuda] [checkpointed] [compiled]`` is one of two ranks on this
 machine: of a gloo group, or with ``cuda`` of an NCCL group of two GPUs. Each rank has half of the tokens. The sharded
-layer is checkpointed and compiled where it says so, the one alone never. Rank 0 prints a JSON object: the largest
+layer is checkpointed, compiled and keeps its codes where it says so, the one alone never. Rank 0 prints a JSON object: the largest
 difference between the two trainings, by what was compared. Addresses of weights are not looked at, since a GPU's
 allocator would give gathered weights the same one every time.
 With ``stale`` the codes of a replaced weight are kept as well, which has to be seen.
@@ -71,6 +71,7 @@ def main(port: str, rank: int, recipe: str, *flags: str) -> None:
     drawn = layer(tokens=64, hidden=48, intermediate=32)
     problem = Layer(**{name: t.to(device) for name, t in vars(drawn).items()})
     sharded, *alone = (module(problem, recipe).to(device) for _ in range(1 + WORLD))
+    sharded.keep_codes = "kept" in flags
     if "compiled" in flags:
         sharded.compile(backend="aot_eager")
     fully_shard(sharded, mesh=init_device_mesh(device, (WORLD,)))

@@ -11,7 +11,7 @@ from torch import nn
 from padless.distributed import ExpertParallel
 from padless.formats import NVFP4
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
-from padless.nn.linear import QuantizedModule
+from padless.nn.linear import QuantizedModule, has_backward
 from padless.nn.recipe import Recipe
 from padless.nn.weight_gradient import DelayedWgrad
 from padless.runtime.choices import Score, SwigluGateUp
@@ -30,8 +30,10 @@ class Experts(QuantizedModule):
     ep: a `padless.distributed.ExpertParallel` of E experts with rows in bfloat16 or float32, for recipes without NVFP4.
         The parameters are then those of this rank's experts alone, ep.local_experts, and calls are collective, as are
         their backward passes.
-
-    Codes of a weight are made at the first call after a change of it, once for all microbatches of a step.
+    keep_codes: False quantizes the weights in every forward pass. True keeps their codes for the following ones, such as
+        those of a step's other microbatches, and asks for this: call `forget_codes` after any change of a weight but a
+        step of a torch.optim.Optimizer, an in-place operation of torch on the parameter itself, or another parameter in
+        its place. An attribute that may be assigned.
 
     With ``ep``: rows are quantized where their experts are, and the rows of an expert are those of all ranks' tokens, in
     the order of ranks: for the same tokens and output gradients, a weight's gradient has the bits of one process with
@@ -55,8 +57,9 @@ class Experts(QuantizedModule):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         ep: ExpertParallel | None = None,
+        keep_codes: bool = False,
     ) -> None:
-        super().__init__(recipe, delayed_wgrad)
+        super().__init__(recipe, delayed_wgrad, keep_codes)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         check_gate_up(gate_up, intermediate)
         if ep is not None:
@@ -81,7 +84,7 @@ class Experts(QuantizedModule):
             for expert in range(self.num_experts):
                 nn.init.uniform_(drawn, -bound, bound)
                 if expert in self.ep.local_experts:
-                    with torch.no_grad():  # and not by .data, whose writes the codes of weights do not notice
+                    with torch.no_grad():  # and not by .data, whose writes kept codes do not notice
                         weight[self.ep.local_experts.index(expert)].copy_(drawn)
 
     def distribute(self, mesh: Any) -> None:
@@ -114,13 +117,15 @@ class Experts(QuantizedModule):
 
         With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum.
         """
-        w13, w2 = local(self.w13), local(self.w2)
+        parameter13, parameter2 = self.w13, self.w2
+        w13, w2 = local(parameter13), local(parameter2)
         check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
         if x.shape[1] != self.hidden or w13.device != x.device:
             raise ValueError(
                 f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
             )
-        operands = self._operands("w13", w13), self._operands("w2", w2)
+        backward = has_backward(x, top_k_weights, w13, w2)
+        operands = self._operands("w13", parameter13, w13, backward), self._operands("w2", parameter2, w2, backward)
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
         if self.ep is None:
             return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
@@ -165,8 +170,9 @@ class MoE(nn.Module):
     shared_intermediate: I of the shared gated expert, plain linear layers in ``dtype``; None for no such expert.
     score: "softmax" or "sigmoid", what turns the router's outputs into scores, in float32.
     normalize: whether the scores of a token's experts are divided by their sum.
-    recipe, gate_up, delayed_wgrad, dtype, device, ep: as for `Experts`; the router's weight is in ``dtype`` too. With
-        ``ep`` every rank has the router and the shared expert, whose gradients are of its own tokens, and top_k is ep's.
+    recipe, gate_up, delayed_wgrad, dtype, device, ep, keep_codes: as for `Experts`; the router's weight is in ``dtype``
+        too. With ``ep`` every rank has the router and the shared expert, whose gradients are of its own tokens, and
+        top_k is ep's.
 
     Raises ValueError.
     """
@@ -187,6 +193,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         ep: ExpertParallel | None = None,
+        keep_codes: bool = False,
     ) -> None:
         super().__init__()
         if ep is not None and ep.settings.top_k != top_k:
@@ -207,6 +214,7 @@ class MoE(nn.Module):
             dtype=dtype,
             device=device,
             ep=ep,
+            keep_codes=keep_codes,
         )
         self.shared: SharedExpert | None = None
         if shared_intermediate is not None:

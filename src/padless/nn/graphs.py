@@ -1,4 +1,4 @@
-"""CUDA graphs of a training layer: one for its forward pass, one for its backward pass, one for its weights' codes."""
+"""CUDA graphs of a training layer: one for its forward pass, one for its backward pass, one for codes that are kept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
+from padless.gradients import once_differentiable
 from padless.nn.linear import QuantizedModule
 from padless.nn.weight_codes import WeightCodes, flat_operands, joined_operands, weight_operands, writes_of
 from padless.runtime.devices import on_device_of
@@ -35,7 +35,7 @@ def record(work: Callable[[], Results], pool: Any) -> Recorded:
 
 
 class _Codes:
-    """Codes of one weight at addresses that stay, made again where the weight changed."""
+    """Kept codes of one weight at addresses that stay, made again where the weight changed."""
 
     def __init__(self, layer: QuantizedModule, name: str, pool: Any) -> None:
         self._weight, self._recipe = getattr(layer, name), layer.recipe
@@ -84,7 +84,7 @@ class Graphed:
     def _capture(self, keys: Sequence[bool]) -> None:
         pool = torch.cuda.graph_pool_handle() if self._leaves[0].is_cuda else None
         layers = [part for part in self.layer.modules() if isinstance(part, QuantizedModule)]
-        self._codes = [_Codes(part, name, pool) for part in layers for name in part._codes]
+        self._codes = [_Codes(part, name, pool) for part in layers if part.keep_codes for name in part._codes]
         self._forward = record(self._run_forward, pool)
         out = self._forward.results[0]
         assert out is not None
@@ -205,7 +205,7 @@ class _Replay(torch.autograd.Function):
         return out.detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *ctx.graphs.run_backward(dout, ctx.call)
 
@@ -256,12 +256,12 @@ def graphed(layer: nn.Module, *sample: torch.Tensor) -> Graphed:
     sample: tensors as every call will give them: shapes, dtypes, device, requires_grad. Ids, offsets and so the sizes of
         groups may differ from call to call: they are read on the device. Fewer tokens: ids of no expert, -1.
 
-    A call has the bits of ``layer(*inputs)``. Codes of weights are made again at the first call after a change of one;
-    ``main_grad`` is added to, or overwritten where ``overwrite_main_grad`` is true at the backward pass. A
-    call's output is the graph's memory, which the next call writes, and its backward pass is to run before the next
-    call. Where autograd is off ``layer`` itself is called. ``forward`` and ``backward`` of the result replay the passes
-    without autograd, for who has the gradient of the output. Not for layers with ``ep``, ``delayed_wgrad`` or weights
-    that are DTensors. Raises ValueError.
+    A call has the bits of ``layer(*inputs)``. Codes of weights are made in the graph of the forward pass; with
+    ``keep_codes``, as it is now, in a third graph, at the first call after a change of one. ``main_grad`` is added to, or
+    overwritten where ``overwrite_main_grad`` is true at the backward pass. A call's output is the graph's memory, which
+    the next call writes, and its backward pass is to run before the next call. Where autograd is off ``layer`` itself is
+    called. ``forward`` and ``backward`` of the result replay the passes without autograd, for who has the gradient of
+    the output. Not for layers with ``ep``, ``delayed_wgrad`` or weights that are DTensors. Raises ValueError.
     """
     for part in layer.modules():
         if getattr(part, "ep", None) is not None or getattr(part, "delayed_wgrad", None) is not None:

@@ -10,36 +10,42 @@ from torch import nn
 
 from padless.nn.linear_function import MULTIPLE, grouped_linear
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import WeightCodes, WeightOperands
+from padless.nn.weight_codes import WeightCodes, WeightOperands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad
 
 
 class QuantizedModule(nn.Module):
-    """A module whose weights (G, N, K) are multiplied in the formats of a recipe; codes are made once for each value.
+    """A module whose weights (G, N, K) are multiplied in the formats of a recipe.
 
     recipe: a `padless.nn.Recipe`; another one may be assigned, also by its name.
     delayed_wgrad: a `padless.nn.DelayedWgrad` that the weight gradients are left in, or None.
+    keep_codes: False quantizes the weights in every forward pass. True keeps the codes for the following ones, and asks
+        for this: call `forget_codes` after any change of a weight but a step of a torch.optim.Optimizer, an in-place
+        operation of torch on the parameter itself, or another parameter in its place. May be assigned.
     """
 
-    def __init__(self, recipe: Recipe | str, delayed_wgrad: DelayedWgrad | None) -> None:
+    def __init__(self, recipe: Recipe | str, delayed_wgrad: DelayedWgrad | None, keep_codes: bool) -> None:
         super().__init__()
         self._codes: dict[str, WeightCodes] = {}
         self.recipe = as_recipe(recipe)
         self.delayed_wgrad = delayed_wgrad
+        self.keep_codes = keep_codes
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As for any module; a weight that is replaced, also by FSDP2, leaves its codes."""
         codes = self.__dict__.get("_codes", {}).get(name)
         if codes is not None:
             codes.forget()
-        value = as_recipe(value) if name == "recipe" else value
+        elif name == "recipe":
+            value = as_recipe(value)
+        elif name == "keep_codes":
+            if not isinstance(value, bool):
+                raise ValueError(f"keep_codes is {value!r}; it must be True or False")
+            self.forget_codes()
         super().__setattr__(name, value)
 
     def forget_codes(self) -> None:
-        """Lets the next call quantize the weights again.
-
-        Needed only after a write that torch cannot know of: to ``weight.data`` outside a torch.optim.Optimizer's step.
-        """
+        """Lets the next call quantize the weights again where ``keep_codes`` is set; without it every call does."""
         for codes in self._codes.values():
             codes.forget()
 
@@ -52,8 +58,14 @@ class QuantizedModule(nn.Module):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self._codes[name] = WeightCodes()
 
-    def _operands(self, name: str, weight: torch.Tensor) -> WeightOperands:
-        return self._codes[name].of(weight, self.recipe)
+    def _operands(self, name: str, parameter: torch.Tensor, weight: torch.Tensor, backward: bool) -> WeightOperands:
+        """What products read of a weight, which is this rank's part of the parameter of that name."""
+        codes = self._codes[name]
+        if codes.pinned is not None:
+            return codes.pinned
+        if self.keep_codes:
+            return codes.of(parameter, weight, self.recipe)
+        return weight_operands(weight, self.recipe, backward=backward)
 
     def reset_parameters(self) -> None:
         """Draws the weights uniformly from +- 1 / sqrt(K), as torch.nn.Linear does."""
@@ -63,6 +75,11 @@ class QuantizedModule(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
 
+def has_backward(*tensors: torch.Tensor) -> bool:
+    """Whether autograd follows a call of these tensors."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 class GroupedLinear(QuantizedModule):
     """y[rows of g] = x[rows of g] @ weight[g].T, trained in the formats of a recipe.
 
@@ -70,8 +87,9 @@ class GroupedLinear(QuantizedModule):
     recipe: a `padless.nn.Recipe` or the name of one.
     delayed_wgrad: where weight gradients are left for later.
     dtype, device: of ``weight``, the parameter (G, N, K): bfloat16, float16 or float32.
+    keep_codes: whether codes of the weight outlive a step, as for `QuantizedModule`.
 
-    Codes of the weight are made at the first call after a change of it. Raises ValueError.
+    Raises ValueError.
     """
 
     weight: nn.Parameter
@@ -86,8 +104,9 @@ class GroupedLinear(QuantizedModule):
         delayed_wgrad: DelayedWgrad | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        keep_codes: bool = False,
     ) -> None:
-        super().__init__(recipe, delayed_wgrad)
+        super().__init__(recipe, delayed_wgrad, keep_codes)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._add_weight("weight", (num_groups, out_features, in_features), dtype=dtype, device=device)
         self.reset_parameters()
@@ -95,7 +114,7 @@ class GroupedLinear(QuantizedModule):
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """`padless.autograd.grouped_linear` of x (M, K) and offs (G,) with the weight: (M, N)."""
         weight = self.weight
-        operands = self._operands("weight", weight)
+        operands = self._operands("weight", weight, weight, has_backward(x, weight))
         return grouped_linear(x, weight, offs, self.recipe, operands, delayed_wgrad=self.delayed_wgrad)
 
     def extra_repr(self) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from padless.formats import FP8_BLOCK, NVFP4
+from padless.gradients import once_differentiable
 from padless.layouts import GroupedColumns
 from padless.nn.calls import call
 from padless.nn.lifted import lowered

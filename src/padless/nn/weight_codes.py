@@ -1,13 +1,13 @@
-"""Quantized copies of a weight, made again when the weight changed.
+"""Quantized copies of a weight: made by every forward pass, for it and its backward pass, or kept where asked for.
 
-A change is seen by the parameter's version, which torch counts up at every write it knows of; by its address, type and
-shape; by a step of any torch.optim.Optimizer, since some write where no version counts (``.data``, and FSDP2, which
-gathers new values into the same parameter without counting); and by `forget`, which a module calls when a parameter is
-replaced.
+Whether a weight is what it was cannot be known in general: collectives, DLPack, NumPy, ``.data``, other processes and
+``torch.func.functional_call`` change it without a trace. So nothing outlives a step unless the layer's owner set
+``keep_codes`` and thereby promised to say what torch does not count.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
 from padless.nn.calls import call, is_traced
 from padless.nn.quantizers import mx_weight, quantized, weight_and_transpose
 from padless.nn.recipe import Format, Recipe, is_block_scaled
+from padless.quantization.quantize import quantize
 
 # Steps of optimizers so far.
 _steps = [0]
@@ -41,23 +42,31 @@ class WeightOperands(NamedTuple):
     dgrad: BlockScaledTensor | torch.Tensor
 
 
-def weight_operands(weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
-    """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd."""
+def weight_operands(weight: torch.Tensor, recipe: Recipe, *, backward: bool = True) -> WeightOperands:
+    """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd.
+
+    backward: whether a backward pass will follow; without one no dgrad operand is made, and forward stands for both.
+    """
     weight = weight.detach()
     made: dict[Format, tuple[BlockScaledTensor | torch.Tensor, ...]] = {}
-    for format in {recipe.forward, recipe.dgrad}:
+    for format in {recipe.forward, recipe.dgrad if backward else recipe.forward}:
         if format == FP8_BLOCK:
-            made[format] = weight_and_transpose(weight)
+            made[format] = weight_and_transpose(weight) if backward else (quantize(weight, FP8_BLOCK, kind="weight"),)
         elif format == MXFP8:
-            made[format] = mx_weight(weight), mx_weight(weight.mT)
+            made[format] = (mx_weight(weight), mx_weight(weight.mT)) if backward else (mx_weight(weight),)
         else:
             plain = call("nvfp4_weight", weight) if format == NVFP4 else weight
             made[format] = (plain if plain.dtype == torch.float64 else plain.to(torch.bfloat16),) * 2
-    return WeightOperands(made[recipe.forward][0], made[recipe.dgrad][1])
+    forward = made[recipe.forward][0]
+    return WeightOperands(forward, made[recipe.dgrad][1] if backward else forward)
 
 
 class WeightCodes:
-    """The last operands made of one weight.
+    """The operands of one weight of a layer with ``keep_codes``, until something that torch counts changes the weight.
+
+    What is looked at: which parameter it is, its version, address, type and shape; steps of any torch.optim.Optimizer,
+    since some write where no version counts (``.data``, and FSDP2, which gathers new values into the same parameter);
+    and `forget`, which a layer calls where a parameter is replaced.
 
     A copy, also of the module that holds it, starts without any. pinned: operands that are the weight's while they are
     here, whatever it is. forgotten: how often operands were left.
@@ -66,30 +75,30 @@ class WeightCodes:
     def __init__(self) -> None:
         self.pinned: WeightOperands | None = None
         self.forgotten = 0
+        self._parameter: weakref.ref[torch.Tensor] | None = None
         self._facts: tuple[Any, ...] | None = None
         self._operands: WeightOperands | None = None
 
-    def of(self, weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
-        """Operands of the weight as it is now: those of the last call where nothing changed.
+    def of(self, parameter: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
+        """Operands of a weight: those of the last call where nothing that is looked at changed.
 
-        While torch.compile traces, and while a CUDA graph is captured, they are made every time: the graph is to
-        quantize when it runs.
+        parameter: the layer's attribute; weight: this rank's part of it, or the same tensor. While torch.compile traces,
+        and while a CUDA graph is captured, operands are made every time: the graph is to quantize when it runs.
         """
-        if self.pinned is not None:
-            return self.pinned
         if is_traced(weight) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return weight_operands(weight, recipe)
         facts = facts_of(weight, recipe)
-        if facts is None or facts != self._facts:
+        same = self._parameter is not None and self._parameter() is parameter
+        if facts is None or not same or facts != self._facts:
             self._operands = None  # its memory is free for the new one
             self._operands = weight_operands(weight, recipe)
-            self._facts = facts
+            self._parameter, self._facts = weakref.ref(parameter), facts
         assert self._operands is not None
         return self._operands
 
     def forget(self) -> None:
         """Leaves the operands that were made: the next call makes new ones."""
-        self._facts = self._operands = None
+        self._parameter = self._facts = self._operands = None
         self.forgotten += 1
 
     def __deepcopy__(self, memo: Any) -> WeightCodes:

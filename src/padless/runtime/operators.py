@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from padless.gradients import once_differentiable
+
 NAMESPACE = "padless"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
@@ -24,5 +26,7 @@ def register_operator(schema: str, run: Callable[..., Any], fake: Callable[..., 
 
 
 def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
-    """Gives ``padless::name`` a derivative, as torch.library.register_autograd does."""
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    """Gives ``padless::name`` a derivative, as torch.library.register_autograd does, which has none itself."""
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{name}", once_differentiable(backward), setup_context=setup_context, lib=_LIBRARY
+    )

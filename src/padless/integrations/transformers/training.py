@@ -1,13 +1,12 @@
 """Experts of transformers trained in FP8: `train_forward`, registered as "padless_train", and `set_recipe`.
 
 Parameters stay bfloat16 or float32 under transformers' own names; products forward and backward are those of a
-`padless.nn.Recipe`. Codes of a weight are made once for each value of it.
+`padless.nn.Recipe`. Weights are quantized in every forward pass, for it and its backward pass.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from padless.integrations.transformers.experts import fused_activation
 
 TRAIN_NAME = "padless_train"
 _PARAMETERS = ("gate_up_proj", "down_proj")
-_CODES: WeakKeyDictionary[nn.Module, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def train_forward(
@@ -32,23 +30,10 @@ def train_forward(
     """
     from padless.autograd import experts
     from padless.nn.recipe import as_recipe
-    from padless.nn.weight_codes import WeightCodes
 
     w13, w2 = _trainable(self)
     recipe = as_recipe(getattr(self, "padless_recipe", "fp8"))
-    codes = _CODES.get(self)
-    if codes is None:
-        codes = _CODES[self] = (WeightCodes(), WeightCodes())
-    out: torch.Tensor = experts(
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        w13,
-        w2,
-        recipe,
-        operands13=codes[0].of(w13, recipe),
-        operands2=codes[1].of(w2, recipe),
-    )
+    out: torch.Tensor = experts(hidden_states, top_k_index, top_k_weights, w13, w2, recipe)
     return out
 
 

@@ -21,16 +21,19 @@ def check_graphed_layer(
     make: makes graphs of a layer and a sample, None for `graphed`. Raises AssertionError.
     """
     problems = [draw(*PROBLEMS[0], seed).to(device) for seed in (3, 0, 1)]
-    for name in ("fp8", "bf16"):
+    for name, keep_codes in (("fp8", False), ("fp8", True), ("bf16", False)):
         eager, experts = (experts_of(problems[1], CHECKED[name]) for _ in range(2))
+        experts.keep_codes = keep_codes
         graph = _graphed(experts, problems[0], make)
         optimizers = [torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in (eager, experts)]
         for what in ("other tokens", "another weight"):
             for problem in problems[1:]:
-                _require(f"{name}, {what}", step(problem, experts, graph), step(problem, eager))
+                where = f"{name}, codes kept, {what}" if keep_codes else f"{name}, {what}"
+                _require(where, step(problem, experts, graph), step(problem, eager))
             for optimizer in optimizers:
                 optimizer.step()
-        _microbatches(name, problems, make)
+        if not keep_codes:
+            _microbatches(name, problems, make)
     return "steps of 2 recipes and microbatches into main gradients, bit for bit those of calls"
 
 

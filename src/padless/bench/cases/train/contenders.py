@@ -33,8 +33,7 @@ _KEPT_CODES = ("padless fp8",)
 class Step:
     """Forward and backward of one contender.
 
-    layer: (x, prob) -> output, under autograd. weights: whose gradients a step makes, "w13" and "w2". forget: called
-    before every step, beside forgetting the last one's results.
+    layer: (x, prob) -> output, under autograd. weights: whose gradients a step makes, "w13" and "w2".
     """
 
     def __init__(
@@ -43,13 +42,12 @@ class Step:
         problem: TrainProblem,
         layer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         weights: dict[str, torch.Tensor],
-        forget: Call | None = None,
     ) -> None:
         self.name = name
         self.is_bf16 = name in (BF16, "padless bf16")
         self.is_whole = not name.endswith(KEPT)
         self.problem, self.device = problem, problem.x.device
-        self._layer, self._forget = layer, forget
+        self._layer = layer
         self._dout = problem.dout
         self.waits = False
         self.passes: Call | None = None  # both passes without autograd, their inputs in place
@@ -82,8 +80,6 @@ class Step:
         self._out = None
         for leaf in self._leaves.values():
             leaf.grad = None
-        if self._forget is not None:
-            self._forget()
 
     def results(self) -> dict[str, torch.Tensor]:
         """The output and the gradients of the last step."""
@@ -92,14 +88,14 @@ class Step:
 
 
 def padless_step(problem: TrainProblem, name: str, recipe: Recipe) -> Step:
-    """`padless.nn.Experts`; codes of weights are made in every step, or, where the name says so, before the first."""
+    """`padless.nn.Experts`; codes of weights are made in every step, or, where the name says so, by the first call."""
     p = problem.point
     if name.endswith(KEPT):
         return _step_of_kept_codes(problem, name, recipe)
     module = Experts(p.hidden, p.intermediate, p.experts, recipe=recipe, device="meta", dtype=torch.bfloat16)
     module.w13, module.w2 = (torch.nn.Parameter(w) for w in (problem.w13, problem.w2))
     weights: dict[str, torch.Tensor] = {"w13": module.w13, "w2": module.w2}
-    step = Step(name, problem, lambda x, prob: module(x, problem.ids, prob), weights, module.forget_codes)
+    step = Step(name, problem, lambda x, prob: module(x, problem.ids, prob), weights)
     step.graphed = partial(_graphed_step, problem, name, module, weights)
     return step
 
