@@ -2,9 +2,9 @@
 
 ``python fsdp_training.py PORT RANK RECIPE [kept] [stale] [cuda] [checkpointed] [compiled]`` is one of two ranks on this
 machine: of a gloo group, or with ``cuda`` of an NCCL group of two GPUs. Each rank has half of the tokens. The sharded
-layer is checkpointed, compiled and keeps its codes where it says so, the one alone never. Rank 0 prints a JSON object: the largest
-difference between the two trainings, by what was compared. Addresses of weights are not looked at, since a GPU's
-allocator would give gathered weights the same one every time.
+layer is checkpointed, compiled and keeps its codes where it says so, the one alone never. Rank 0 prints a JSON object:
+the largest difference between the two trainings, by what was compared. Addresses of weights are not looked at, since
+a GPU's allocator would give gathered weights the same one every time.
 With ``stale`` the codes of a replaced weight are kept as well, which has to be seen.
 """
 

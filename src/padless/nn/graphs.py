@@ -257,11 +257,12 @@ def graphed(layer: nn.Module, *sample: torch.Tensor) -> Graphed:
         groups may differ from call to call: they are read on the device. Fewer tokens: ids of no expert, -1.
 
     A call has the bits of ``layer(*inputs)``. Codes of weights are made in the graph of the forward pass; with
-    ``keep_codes``, as it is now, in a third graph, at the first call after a change of one. ``main_grad`` is added to, or
-    overwritten where ``overwrite_main_grad`` is true at the backward pass. A call's output is the graph's memory, which
-    the next call writes, and its backward pass is to run before the next call. Where autograd is off ``layer`` itself is
-    called. ``forward`` and ``backward`` of the result replay the passes without autograd, for who has the gradient of
-    the output. Not for layers with ``ep``, ``delayed_wgrad`` or weights that are DTensors. Raises ValueError.
+    ``keep_codes``, as it is now, in a third graph, at the first call after a change of one. ``main_grad`` is added
+    to, or overwritten where ``overwrite_main_grad`` is true at the backward pass. A call's output is the graph's
+    memory, which the next call writes, and its backward pass is to run before the next call. Where autograd is off
+    ``layer`` itself is called. ``forward`` and ``backward`` of the result replay the passes without autograd, for who
+    has the gradient of the output. Not for layers with ``ep``, ``delayed_wgrad`` or weights that are DTensors. Raises
+    ValueError.
     """
     for part in layer.modules():
         if getattr(part, "ep", None) is not None or getattr(part, "delayed_wgrad", None) is not None:
