@@ -1,6 +1,6 @@
 """Differentiable functions of grouped layers: `grouped_linear` and `experts`, for weights kept anywhere.
 
-`padless.nn` has the modules around them, which keep quantized copies of their weights from one call to the next.
+`padless.nn` has the modules around them.
 """
 
 from padless.nn.experts_function import experts
