@@ -174,6 +174,9 @@ def check_invariance(where: str, problem: Problem, experts: Experts, want: Resul
     for which in ("first", "second"):
         require(f"with codes that are kept, {which} step", step(problem, experts))
     experts.keep_codes = False
+    with torch.no_grad():
+        out = experts(problem.x, problem.ids, problem.prob, problem.shared)
+    assert torch.equal(out, want["out"]), f"{where}: the output differs where no backward pass follows"
     require("checkpointed", step(problem, experts, lambda *a: checkpoint(experts, *a, use_reentrant=False)))
     torch._dynamo.reset()
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
