@@ -86,7 +86,7 @@ def draw(folder: Path) -> Path:
 
 
 def numbers(folder: Path) -> str:
-    """What the figure shows, as text."""
+    """The figure's rows as text."""
     rows = rows_of(folder)[:4]
     return json.dumps([[r.workload, r.detail, r.record, {k: round(v, 3) for k, v in r.times.items()}] for r in rows])
 
