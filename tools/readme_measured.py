@@ -1,12 +1,12 @@
 """Writer of what README.md and docs/measured/README.md say was measured, from the records under docs/measured.
 
-    python tools/readme_measured.py          # rewrites the part between the marks in both
+    python tools/readme_measured.py          # rewrites the part between the marks in both, and the README's figure
     python tools/readme_measured.py --check  # exits with 1 and a sentence for each that differs
 
 The newest record of each kind counts: `<date>-h200-<kind>.jsonl` of `padless bench`, `<date>-h200-verify.json` of
 `padless verify`; `fuzz.jsonl` has all runs of `padless fuzz`. What no record holds is left out. A figure is typed
 nowhere: machine, dates, repeats and ranges of points are read from the records too, and what went wrong in one is
-said. README.md has the sections of README_KINDS, docs/measured/README.md all of them.
+said. README.md has the rows and the figure of measured_overview.py, docs/measured/README.md all sections.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from measured_layers import ep_section, layer_section, model_section, train_section, wgrad_section
+from measured_markdown import paragraph
+from measured_overview import FIGURE, draw, figure_differs, overview
 from measured_records import FOLDER, Measured, machine, measured, newest
 from measured_sections import (
     chain_section,
@@ -52,20 +54,29 @@ SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
 CHECKS = "checks"  # of `padless verify`, after the sections
 FUZZ = "fuzz"  # of `padless fuzz`: one file of all runs, last
 EVERY_KIND = (*SECTIONS, CHECKS, FUZZ)
-README_KINDS = ("layer", "train", "paper-full", FUZZ)
 
 
-def measured_block(folder: Path, kinds: Collection[str] = EVERY_KIND) -> str:
-    """The text between the marks, of the records in a folder; links are those of README.md to docs/measured."""
+def measured_block(folder: Path) -> str:
+    """The text between the marks of docs/measured/README.md, of the records in a folder; links are from the root."""
     found = {kind: record for kind in SECTIONS if (record := measured(folder, kind)) is not None}
     parts = [machine(list(found.values()))] if found else []
     for kind, record in found.items():
-        parts += SECTIONS[kind](record) if kind in kinds else []
+        parts += SECTIONS[kind](record)
     verify = newest(folder, "verify.json")
-    parts += checks_section(verify) if verify is not None and CHECKS in kinds else []
+    parts += checks_section(verify) if verify is not None else []
     fuzz = folder / "fuzz.jsonl"
-    parts += fuzz_section(fuzz) if fuzz.exists() and FUZZ in kinds else []
+    parts += fuzz_section(fuzz) if fuzz.exists() else []
     return "\n\n".join(parts) + "\n\n"
+
+
+def readme_block(folder: Path) -> str:
+    """The text between the marks of README.md."""
+    text = paragraph(
+        "Geometric means over the points of each record, on random data, contenders taking turns in one run: how many "
+        "times as long as padless each takes. Decoding was measured from 16 tokens and up to 128 experts on. "
+        f"[All tables]({FOLDER}/README.md), with machine, driver and commands."
+    )
+    return f"{overview(folder)}\n\n{text}\n\n"
 
 
 def beside_the_records(block: str) -> str:
@@ -75,10 +86,7 @@ def beside_the_records(block: str) -> str:
 
 def pages(folder: Path) -> dict[str, str]:
     """The text between the marks of each page, by its path in the repository."""
-    return {
-        "README.md": measured_block(folder, README_KINDS),
-        f"{FOLDER}/README.md": beside_the_records(measured_block(folder)),
-    }
+    return {"README.md": readme_block(folder), f"{FOLDER}/README.md": beside_the_records(measured_block(folder))}
 
 
 def with_block(page: str, block: str) -> str:
@@ -102,6 +110,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         differ.append(name)
         if not options.check:
             (root / name).write_text(after, encoding="utf-8")
+    if figure_differs(root / FOLDER):
+        differ.append(f"{FOLDER}/{FIGURE}")
+        if not options.check:
+            draw(root / FOLDER)
     if options.check and differ:
         print(f"{' and '.join(differ)} differ from the records under {FOLDER}: run make readme", file=sys.stderr)
         return 1

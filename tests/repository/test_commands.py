@@ -1,4 +1,4 @@
-"""Commands that README, CONTRIBUTING and the lessons show: each is run, as far as it goes without a GPU and without CI.
+"""Commands that README, CONTRIBUTING, the first pages and the lessons show, run as far as it goes without a GPU.
 
 `make` targets are run dry; options of `padless` commands are parsed, and those that measure say that they need a GPU.
 Whole runs: tests/demo (demo), test_docs.py (docs), test_readme_measured.py (readme), tests/kernels/test_digests.py
@@ -24,7 +24,10 @@ from typer.testing import CliRunner
 from padless import cli
 from support.ragged import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs" / "learn").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/commands.md")),
+    *sorted((ROOT / "docs" / "learn").glob("*.md")),
+]
 TOOLS = ("make", "padless", "python", "pytest", "pre-commit", "pip", ".venv/bin/python")
 START = re.compile(rf"(?:{'|'.join(map(re.escape, TOOLS))}) [^`]+")
 

@@ -1,51 +1,42 @@
-"""Budgets of lines: every file counts once, and what is over budget fails."""
+"""tools/lines.py: sizes of folders, printed and gated by nothing."""
 
 from __future__ import annotations
 
-import tomllib
-
-import pytest
+from pathlib import Path
 
 import lines as tool
-from support.ragged import ROOT
-
-SETTINGS = {
-    "tolerance": 0.1,
-    "wings": {"front": ["cli/*"], "rest": ["*"]},
-    "later": ["rest/new*"],
-    "budgets": {"front": 10, "rest": 20, "all without later features": 25},
-}
 
 
-def test_the_tree_is_within_its_budgets(capsys):
-    assert tool.main() == 0, capsys.readouterr().out
-    printed = capsys.readouterr().out
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["lines"]
-    assert all(wing in printed for wing in settings["budgets"])
-    lines = tool.counted(ROOT)
-    assert sum(wing.lines for wing in tool.wings(lines, settings)[:-1]) == sum(lines.values())
-    assert lines["__init__.py"] == len((ROOT / "src/padless/__init__.py").read_text().splitlines())
-
-
-@pytest.mark.parametrize(("rest", "over"), [(22, []), (23, ["rest"]), (0, [])])
-def test_more_than_the_tolerance_over_is_seen(rest, over):
-    found = tool.wings({"cli/a.py": 11, "rest/new.py": rest}, SETTINGS)
-    assert [(wing.name, wing.lines) for wing in found] == [
-        ("front", 11),
-        ("rest", rest),
-        ("all without later features", 11),
+def test_files_and_lines_are_added_up_by_folder(tmp_path, capsys):
+    for name, count in {
+        "src/padless/ops/a.py": 70,
+        "src/padless/ops/deeper/b.py": 5,
+        "src/padless/nn/c.py": 100,
+        "src/padless/formats.py": 3,
+        "tests/ops/test_a.py": 11,
+        "tests/test_b.py": 2,
+        "setup.py": 1,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n" * count)
+    (tmp_path / "src/padless/ops/a.cu").write_text("not Python\n")
+    assert tool.main(tmp_path) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [(row[0], int(row[-4]), int(row[-2])) for row in rows] == [
+        ("nn", 1, 100),
+        ("ops", 2, 75),
+        ("(root", 1, 3),
+        ("src/padless", 4, 178),
+        ("tests", 2, 13),
+        ("(root)", 1, 1),
     ]
-    assert [wing.name for wing in found if wing.is_over] == over
+    assert "(2 files below 60 lines)" in " ".join(rows[3])
 
 
-def test_a_file_of_no_wing_is_an_error():
-    with pytest.raises(ValueError, match=r"rest/a.py is in no wing"):
-        tool.wings({"rest/a.py": 1}, SETTINGS | {"wings": {"front": ["cli/*"]}})
-
-
-def test_every_glob_names_files():
-    """A part that has moved would be counted on the other side, unseen."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["lines"]
-    lines = tool.counted(ROOT)
-    globs = [*settings["later"], *(glob for wing in settings["wings"].values() for glob in wing)]
-    assert [glob for glob in globs if not any(tool.is_in(name, [glob]) for name in lines)] == []
+def test_every_file_of_the_package_counts():
+    listed = tool.counted(tool.ROOT)
+    package = tool.ROOT / tool.PACKAGE
+    assert {tool.ROOT / file for file in listed if file.is_relative_to(tool.PACKAGE)} == {
+        path for path in package.rglob("*.py") if "__pycache__" not in path.parts
+    }
+    assert listed[Path("tools/lines.py")] == len((tool.ROOT / "tools/lines.py").read_text().splitlines())

@@ -1,6 +1,6 @@
 """The Python twin of ``kernels/device/scheduler.cuh``: the order in which the tiles of a ragged problem are taken.
 
-Used by tests (the two are compared exhaustively) and to reason about balance.
+The host side reads it to choose tiles and to order lists; tests compare it with the header exhaustively.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
 _NOT_FOLLOWED = {("racecheck", "padless.verify.wgrad")}
-# Those of verify_checks.CHECKS that concern every GPU.
+# Those of CHECKS that concern every GPU.
 QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 
 Check = Callable[[], str]
@@ -159,7 +159,7 @@ def jobs_of(
 ) -> tuple[dict[str, Check], list[str]]:
     """Checks by name, and modules of small launches for the sanitizer, that concern kernels of ``arch``.
 
-    Most of ``verify_checks.CHECKS`` are about Hopper's FP8_BLOCK kernel; those named in ``checks`` are run anywhere.
+    Most of `CHECKS` are about Hopper's FP8_BLOCK kernel; those named in ``checks`` are run anywhere.
     """
     on_hopper = kernels_arch(arch) == "sm_90a"
     unknown = [name for name in checks or () if name not in CHECKS]
