@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from padless.distributed import ExpertParallel
+from padless.distributed.functions import tracked
 from padless.formats import NVFP4
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule
@@ -94,8 +96,8 @@ class Experts(QuantizedModule):
         from torch.distributed.tensor import DTensor, Shard  # half a second
 
         ep = self.ep
-        share = 0 if ep is None else self.num_experts // ep.num_ranks
-        if ep is None or ep.local_experts != tuple(range(ep.rank * share, (ep.rank + 1) * share)):
+        runs = () if ep is None else tuple(e * ep.num_ranks // self.num_experts for e in range(self.num_experts))
+        if ep is None or ep.expert_map != runs or self.num_experts % ep.num_ranks:
             raise ValueError("distribute is for experts with ep, which lie in runs of E / R on the ranks; give no map")
         if self.delayed_wgrad is not None:
             raise ValueError("delayed_wgrad is given, and gradients of DTensors go to autograd; give None")
@@ -115,25 +117,20 @@ class Experts(QuantizedModule):
         With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum.
         """
         w13, w2 = local(self.w13), local(self.w2)
-        check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
-        if x.shape[1] != self.hidden or w13.device != x.device:
-            raise ValueError(
-                f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
-            )
+        with checking(self.ep):
+            check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
+            if x.shape[1] != self.hidden or w13.device != x.device:
+                raise ValueError(
+                    f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
+                )
+            if self.ep is not None:
+                check_sent(self.ep, self.recipe, x)
         operands = self._operands("w13", w13), self._operands("w2", w2)
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
         if self.ep is None:
             return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
-        recipe = self.recipe
-        if NVFP4 in (recipe.forward, recipe.dgrad, recipe.wgrad):
-            raise ValueError(
-                f"recipe is {recipe} and NVFP4's global scale is of all ranks' rows; with ep FP8_BLOCK, MXFP8 and "
-                "torch.bfloat16 are allowed"
-            )
-        if x.dtype != self.ep.settings.row_format.format:
-            raise ValueError(f"x is {x.dtype} and ep's rows are {self.ep.settings.row_format.format}; convert x")
-        out = apply_experts(x, top_k_index, top_k_weights, w13, w2, None, plan, *operands)
-        return out if shared is None else out + shared.to(out.dtype)
+        out = apply_experts(tracked(x), top_k_index, top_k_weights, w13, w2, None, plan, *operands)
+        return out if shared is None else (out.to(torch.float32) + shared.to(torch.float32)).to(out.dtype)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}"
@@ -156,6 +153,22 @@ def check_exchange(ep: ExpertParallel, num_experts: int, hidden: int) -> None:
             f"ep is for {s.num_experts} experts and {s.hidden} columns in {s.row_format.format}; it must be for "
             f"{num_experts} and {hidden} in torch.bfloat16 or torch.float32, make it with fmt="
         )
+
+
+def check_sent(ep: ExpertParallel, recipe: Recipe, x: torch.Tensor) -> None:
+    """Raises ValueError for a recipe or tokens that an exchange is not for."""
+    if NVFP4 in (recipe.forward, recipe.dgrad, recipe.wgrad):
+        raise ValueError(
+            f"recipe is {recipe} and NVFP4's global scale is of all ranks' rows; with ep FP8_BLOCK, MXFP8 and "
+            "torch.bfloat16 are allowed"
+        )
+    if x.dtype != ep.settings.row_format.format:
+        raise ValueError(f"x is {x.dtype} and ep's rows are {ep.settings.row_format.format}; convert x")
+
+
+def checking(ep: ExpertParallel | None) -> AbstractContextManager[None]:
+    """A block of checks, whose error is told to ranks that wait for this one."""
+    return nullcontext() if ep is None else ep.checking()
 
 
 class MoE(nn.Module):
@@ -223,9 +236,10 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for x (.., H), of its shape and dtype."""
-        tokens = x.reshape(-1, x.shape[-1])
-        _, index, weights = self.route(tokens)
-        shared = None if self.shared is None else self.shared(tokens)
+        with checking(self.experts.ep):
+            tokens = x.reshape(-1, x.shape[-1])
+            _, index, weights = self.route(tokens)
+            shared = None if self.shared is None else self.shared(tokens)
         out: torch.Tensor = self.experts(tokens, index, weights, shared)
         return out.view(x.shape)
 
