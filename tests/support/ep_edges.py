@@ -36,7 +36,9 @@ class Drawn:
         n, e = ranks.size, ranks.size * self.pick((1, 2))
         top_k = self.pick((1, 1, 2, 3, e))
         counts = [self.pick((0, 1, 5)) for _ in range(n)]
-        expert_map = [r % n for r in torch.randperm(e, generator=self.generator).tolist()] if self.pick((0, 1)) else None
+        expert_map = (
+            [r % n for r in torch.randperm(e, generator=self.generator).tolist()] if self.pick((0, 1)) else None
+        )
         self.p = p = draw(counts, e, H, top_k, seed, expert_map=expert_map, distinct=top_k == e, dtype=dtype)
         p.tokens = [torch.randn(t.shape, generator=self.generator).to(dtype) for t in p.tokens]
         self.mode = self.pick(IDS)
@@ -200,9 +202,7 @@ def little_or_nothing(ranks: Ranks, seeds: range = range(QUICK_DRAWS)) -> None:
                 d.p.ids = [torch.zeros_like(ids) for ids in d.p.ids]
             if seed == 1:  # only rank 0 has tokens, and it alone needs gradients, of its weights
                 d.p = draw([3] + [0] * (ranks.size - 1), ranks.size, H, 2, 5, dtype=dtype)
-                d.needs = [
-                    {"x": False, "weights": False, "w13": r == 0, "w2": r == 0} for r in range(ranks.size)
-                ]
+                d.needs = [{"x": False, "weights": False, "w13": r == 0, "w2": r == 0} for r in range(ranks.size)]
             if seed < 2:
                 e = ranks.size
                 d.w13, d.w2, d.capacity = d.w13[:e], d.w2[:e], e * 3 * 2
@@ -231,6 +231,47 @@ def no_gradients(ranks: Ranks) -> None:
             plain = expert_parallel_moe(x, ids, weights, ep, w13=mine[0], w2=mine[1])
             assert not plain.requires_grad, "weights that are quantized"
     assert not x.requires_grad
+
+
+def shared_rows(ranks: Ranks) -> None:
+    """`shared` is added to the ranks' sum in float32, with one rounding, by `moe` and by `Experts`; where all sums are of
+    one rank, that is one process' own result.
+    """
+    for seed, dtype, shared_dtype in (
+        (1, torch.float32, torch.float32),
+        (2, torch.bfloat16, torch.float32),
+        (3, torch.bfloat16, torch.bfloat16),
+    ):
+        if dtype == torch.float32 and ranks.backend == "deepep":
+            continue
+        e, generator = 2 * ranks.size, torch.Generator().manual_seed(seed)
+        p = draw(ranks.counts(9, 6), e, H, 3, seed, dtype=dtype)
+        p.tokens = [torch.randn(t.shape, generator=generator).to(dtype) for t in p.tokens]
+        w = [torch.randn(s, generator=generator) / 8 for s in ((e, 2 * I, H), (e, H, I))]
+        ep = ranks.make(p, fmt=dtype, capacity=ranks.size * 9 * 3)
+        every, mine = (quantized(w, list(i), padless.FP8_BLOCK, ranks) for i in (range(e), ep.local_experts))
+        layer = Experts(H, I, e, ep=ep, device=ranks.device)
+        with torch.no_grad():
+            for parameter, values in zip(layer.parameters(), w, strict=True):
+                parameter.copy_(values[list(ep.local_experts)])
+        x, ids, weights = ranks.own(p)
+        shared = torch.randn(x.shape, generator=generator).to(ranks.device, shared_dtype)
+        turn = (torch.arange(len(ids), device=ids.device) % ranks.size)[:, None]
+        for chosen in (ids, turn * 2 + ids.clamp(min=0) % 2):
+            of_one_rank = chosen is not ids
+            plain = moe(x, chosen, weights, *mine, ep=ep).detach()
+            got = moe(x, chosen, weights, *mine, ep=ep, shared=shared).detach()
+            assert_bits(got, (plain.float() + shared.float()).to(dtype), f"{dtype} and {shared_dtype}: moe")
+            its = layer(x, chosen, weights, shared).detach()
+            assert_bits(its, got, f"{dtype} and {shared_dtype}: Experts")
+            if of_one_rank:
+                alone = moe(x, chosen, weights, *every)
+                assert_bits(plain, alone, f"{dtype}: one rank's sums")
+                if dtype == torch.float32:
+                    assert_bits(got, moe(x, chosen, weights, *every, shared=shared), "one rank's sums and shared")
+        into = moe(x, ids, weights, *mine, ep=ep, shared=shared, out_dtype=torch.float32).detach()
+        plain = moe(x, ids, weights, *mine, ep=ep).detach()
+        assert_bits(into, plain.float() + shared.float(), f"{dtype} and {shared_dtype}: out_dtype")
 
 
 def gathered(sentence: str) -> list[str]:
@@ -266,7 +307,7 @@ def construction(ranks: Ranks) -> None:
         ({"max_tokens": 4 + ranks.rank}, "max_tokens is 4 on rank 0 and 5 on rank 1"),
         ({"device": "nowhere" if first else ranks.device}, "rank 0: device is 'nowhere'"),
         ({"device": "meta" if first else ranks.device}, f"device is meta on rank 0 and {ranks.device.type} on rank 1"),
-        ({"top_k": "two"}, "top_k"),
+        ({"top_k": "2" if first else 2}, "rank 0: "),
     ):
         sentences = gathered(said(lambda given=given: made(**given)))
         assert len(set(sentences)) == 1, sentences
@@ -321,7 +362,9 @@ def wrong_calls(ranks: Ranks) -> None:
             "experts_fn or both",
         ),
         (
-            lambda: expert_parallel_moe(x, ids, weights, ep, w13=w[0], w2=quantized([w13, w2], [0], padless.FP8_BLOCK, ranks)[1]),
+            lambda: expert_parallel_moe(
+                x, ids, weights, ep, w13=w[0], w2=quantized([w13, w2], [0], padless.FP8_BLOCK, ranks)[1]
+            ),
             lambda: expert_parallel_moe(x, ids, weights, ep, w13=w[0], w2=w[1]),
             "w2 must be",
         ),
@@ -341,4 +384,7 @@ def wrong_calls(ranks: Ranks) -> None:
         assert right() is not None
 
 
-CASES = {function.__name__: function for function in (little_or_nothing, no_gradients, construction, wrong_calls)}
+CASES = {
+    function.__name__: function
+    for function in (little_or_nothing, no_gradients, shared_rows, construction, wrong_calls)
+}

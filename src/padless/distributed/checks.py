@@ -106,9 +106,7 @@ def check_tokens(
         wanted = "one float32 value" if fmt == NVFP4 else "None"
         raise ValueError(f"global_scale must be {wanted}, got {describe(global_scale)}")
     if global_scale is not None and (
-        not isinstance(global_scale, torch.Tensor)
-        or global_scale.numel() != 1
-        or global_scale.dtype != torch.float32
+        not isinstance(global_scale, torch.Tensor) or global_scale.numel() != 1 or global_scale.dtype != torch.float32
     ):
         raise ValueError(f"global_scale must be one float32 value, got {describe(global_scale)}")
     if isinstance(fmt, BlockScaledFormat):

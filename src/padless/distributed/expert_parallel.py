@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from padless.distributed import checks
-from padless.distributed.backend import choose_backend, packages
+from padless.distributed.backend import BACKENDS, choose_backend, packages
 from padless.distributed.functions import Combine, Dispatch, tracked
 from padless.distributed.layer import QuantizedExperts, moe_over_ranks
 from padless.distributed.placement import place
@@ -95,6 +95,8 @@ class ExpertParallel:
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         problem, facts = None, {}
         try:
+            if backend not in BACKENDS:
+                raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
             major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
             checks.check_gradient_format(gradient_fmt, fmt)
             self.device = checks.device_of(group, device)
