@@ -19,10 +19,10 @@ from padless.moe import moe
 from padless.nn import Experts, MoE
 from padless.testing.exchange import Problem, draw
 from padless.verify.ranks.exchange import Ranks
-from support.ep_layers import poison_rows
+from support.ep_layers import experts_of, poison_rows
 from support.ep_moe import added, assert_bits, parts_of, quantized
 
-H, I = 64, 32
+HIDDEN, INTERMEDIATE = 64, 32
 RECIPES = ("fp8", "fp8_compact", "fp8_bf16_wgrad", "mxfp8", "bf16")
 IDS = ("any", "any", "one expert", "the last rank", "none")
 QUICK_DRAWS = 6
@@ -39,7 +39,7 @@ class Drawn:
         expert_map = (
             [r % n for r in torch.randperm(e, generator=self.generator).tolist()] if self.pick((0, 1)) else None
         )
-        self.p = p = draw(counts, e, H, top_k, seed, expert_map=expert_map, distinct=top_k == e, dtype=dtype)
+        self.p = p = draw(counts, e, HIDDEN, top_k, seed, expert_map=expert_map, distinct=top_k == e, dtype=dtype)
         p.tokens = [torch.randn(t.shape, generator=self.generator).to(dtype) for t in p.tokens]
         self.mode = self.pick(IDS)
         last = [expert for expert, r in enumerate(p.expert_map) if r == n - 1]
@@ -47,8 +47,8 @@ class Drawn:
         if chosen is not None:
             p.ids = [torch.full_like(ids, chosen) for ids in p.ids]
         self.capacity = n * max(*counts, 1) * top_k
-        self.w13 = torch.randn((e, 2 * I, H), generator=self.generator) / 8
-        self.w2 = torch.randn((e, H, I), generator=self.generator) / 6
+        self.w13 = torch.randn((e, 2 * INTERMEDIATE, HIDDEN), generator=self.generator) / 8
+        self.w2 = torch.randn((e, HIDDEN, INTERMEDIATE), generator=self.generator) / 6
         # An expanded gradient, as `sum` gives, has strides of 0, also where it has no rows.
         self.douts = [
             torch.randn((), generator=self.generator).to(dtype).expand(t.shape)
@@ -101,8 +101,8 @@ def trained_experts(d: Drawn, ranks: Ranks) -> None:
     """`Experts`: weight gradients have the bits of one process."""
     recipe = d.pick(RECIPES)
     ep = d.make(ranks, fmt=torch.float32)
-    over = Experts(H, I, len(d.p.expert_map), recipe=recipe, ep=ep, device=ranks.device)
-    alone = Experts(H, I, len(d.p.expert_map), recipe=recipe, device=ranks.device)
+    over = Experts(HIDDEN, INTERMEDIATE, len(d.p.expert_map), recipe=recipe, ep=ep, device=ranks.device)
+    alone = Experts(HIDDEN, INTERMEDIATE, len(d.p.expert_map), recipe=recipe, device=ranks.device)
     x, weights, w13, w2 = d.own(ranks)
     with torch.no_grad():
         for module, given in ((over, (w13, w2)), (alone, (d.w13, d.w2))):
@@ -127,23 +127,12 @@ def trained_experts(d: Drawn, ranks: Ranks) -> None:
         check(d, ranks, f"{recipe}, {name}", getattr(over, name).grad, wanted, exact=True, needs=needs[name])
 
 
-def experts_of(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The experts of weights as a function of rows and offs; rows behind the last are 0."""
-
-    def function(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        ends = [0, *offs.tolist()]
-        parts = [torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(zip(ends, ends[1:]))]  # noqa: B905, RUF007
-        return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
-
-    return function
-
-
 def any_function(d: Drawn, ranks: Ranks) -> None:
     """`expert_parallel_moe` with a function of autograd's, against dense experts in float64."""
-    w13, w2 = d.w13[:, :I], d.w2
+    w13, w2 = d.w13[:, :INTERMEDIATE], d.w2
     ep = d.make(ranks, fmt=torch.float32)
     x, weights, own13, own2 = d.own(ranks)
-    own13 = own13.detach()[:, :I].clone().requires_grad_(own13.requires_grad)
+    own13 = own13.detach()[:, :INTERMEDIATE].clone().requires_grad_(own13.requires_grad)
     _, ids, _ = ranks.own(d.p)
     out = expert_parallel_moe(x, ids, weights, ep, experts_fn=experts_of(own13, own2))
     out.backward(d.douts[ranks.rank].to(ranks.device))
@@ -198,10 +187,10 @@ def little_or_nothing(ranks: Ranks, seeds: range = range(QUICK_DRAWS)) -> None:
                 continue
             d = Drawn(ranks, seed, dtype)
             if seed == 0:  # one expert for all, k = 1, so that other ranks receive no row
-                d.p = draw([3] * ranks.size, ranks.size, H, 1, 5, dtype=dtype)
+                d.p = draw([3] * ranks.size, ranks.size, HIDDEN, 1, 5, dtype=dtype)
                 d.p.ids = [torch.zeros_like(ids) for ids in d.p.ids]
             if seed == 1:  # only rank 0 has tokens, and it alone needs gradients, of its weights
-                d.p = draw([3] + [0] * (ranks.size - 1), ranks.size, H, 2, 5, dtype=dtype)
+                d.p = draw([3] + [0] * (ranks.size - 1), ranks.size, HIDDEN, 2, 5, dtype=dtype)
                 d.needs = [{"x": False, "weights": False, "w13": r == 0, "w2": r == 0} for r in range(ranks.size)]
             if seed < 2:
                 e = ranks.size
@@ -219,7 +208,7 @@ def no_gradients(ranks: Ranks) -> None:
     _, ids, _ = ranks.own(d.p)
     mine = quantized([d.w13, d.w2], list(ep.local_experts), padless.FP8_BLOCK, ranks)
     mxfp8 = quantized([d.w13, d.w2], list(ep.local_experts), padless.MXFP8, ranks)
-    layer = Experts(H, I, len(d.p.expert_map), ep=ep, device=ranks.device).requires_grad_(False)
+    layer = Experts(HIDDEN, INTERMEDIATE, len(d.p.expert_map), ep=ep, device=ranks.device).requires_grad_(False)
     for enabled in (False, True):
         with torch.set_grad_enabled(enabled):
             rows, plan = ep.dispatch(x, ids, weights)
@@ -234,8 +223,9 @@ def no_gradients(ranks: Ranks) -> None:
 
 
 def shared_rows(ranks: Ranks) -> None:
-    """`shared` is added to the ranks' sum in float32, with one rounding, by `moe` and by `Experts`; where all sums are of
-    one rank, that is one process' own result.
+    """`shared` is added to the ranks' sum in float32, with one rounding, by `moe` and by `Experts`.
+
+    Where all sums are of one rank, those are one process' own.
     """
     for seed, dtype, shared_dtype in (
         (1, torch.float32, torch.float32),
@@ -245,12 +235,14 @@ def shared_rows(ranks: Ranks) -> None:
         if dtype == torch.float32 and ranks.backend == "deepep":
             continue
         e, generator = 2 * ranks.size, torch.Generator().manual_seed(seed)
-        p = draw(ranks.counts(9, 6), e, H, 3, seed, dtype=dtype)
+        p = draw(ranks.counts(9, 6), e, HIDDEN, 3, seed, dtype=dtype)
         p.tokens = [torch.randn(t.shape, generator=generator).to(dtype) for t in p.tokens]
-        w = [torch.randn(s, generator=generator) / 8 for s in ((e, 2 * I, H), (e, H, I))]
+        w = [
+            torch.randn(s, generator=generator) / 8 for s in ((e, 2 * INTERMEDIATE, HIDDEN), (e, HIDDEN, INTERMEDIATE))
+        ]
         ep = ranks.make(p, fmt=dtype, capacity=ranks.size * 9 * 3)
         every, mine = (quantized(w, list(i), padless.FP8_BLOCK, ranks) for i in (range(e), ep.local_experts))
-        layer = Experts(H, I, e, ep=ep, device=ranks.device)
+        layer = Experts(HIDDEN, INTERMEDIATE, e, ep=ep, device=ranks.device)
         with torch.no_grad():
             for parameter, values in zip(layer.parameters(), w, strict=True):
                 parameter.copy_(values[list(ep.local_experts)])
@@ -282,7 +274,7 @@ def gathered(sentence: str) -> list[str]:
 
 def said(call: Callable[[], Any]) -> str:
     """The ValueError of call() on this rank."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011  (callers compare the sentence)
+    with pytest.raises(ValueError) as error:
         call()
     return str(error.value)
 
@@ -293,7 +285,14 @@ def construction(ranks: Ranks) -> None:
     where = {"backend": ranks.backend, "device": ranks.device}
 
     def made(**given: Any) -> ExpertParallel:
-        arguments = {"num_experts": 2 * n, "hidden": H, "top_k": 2, "max_tokens": 4, "fmt": torch.bfloat16, **where}
+        arguments = {
+            "num_experts": 2 * n,
+            "hidden": HIDDEN,
+            "top_k": 2,
+            "max_tokens": 4,
+            "fmt": torch.bfloat16,
+            **where,
+        }
         return ExpertParallel(None, **arguments | given)
 
     empty = [0] * n + [r for r in range(n) if r != 1]  # as many as there are experts, or one less
@@ -303,7 +302,10 @@ def construction(ranks: Ranks) -> None:
         ({"expert_map": empty if first else [e % n for e in range(2 * n)]}, "expert_map is "),
         ({"expert_map": 7 if first else None}, "expert_map is 7 on rank 0 and None on rank 1"),
         ({"expert_map": 7}, f"expert_map must be {2 * n} ranks from 0 to {n - 1}"),
-        ({"hidden": H if first else 65}, "hidden is 64 on rank 0 and 65 on rank 1; it must be the same on all ranks"),
+        (
+            {"hidden": HIDDEN if first else 65},
+            "hidden is 64 on rank 0 and 65 on rank 1; it must be the same on all ranks",
+        ),
         ({"max_tokens": 4 + ranks.rank}, "max_tokens is 4 on rank 0 and 5 on rank 1"),
         ({"device": "nowhere" if first else ranks.device}, "rank 0: device is 'nowhere'"),
         ({"device": "meta" if first else ranks.device}, f"device is meta on rank 0 and {ranks.device.type} on rank 1"),
@@ -314,7 +316,7 @@ def construction(ranks: Ranks) -> None:
         assert words in sentences[0], sentences[0]
     runs = [e // 2 for e in range(2 * n)]
     runs[-1], runs[0] = runs[0], runs[-1]  # of three ranks the second has its run, and the others have not
-    layer = Experts(H, I, 2 * n, ep=made(expert_map=runs))
+    layer = Experts(HIDDEN, INTERMEDIATE, 2 * n, ep=made(expert_map=runs))
     sentences = gathered(said(lambda: layer.distribute(None)))
     assert len(set(sentences)) == 1, sentences
 
@@ -324,16 +326,19 @@ def wrong_calls(ranks: Ranks) -> None:
     if ranks.backend != "collective":
         return
     d = Drawn(ranks, 8, torch.bfloat16)
-    p: Problem = draw([4] * ranks.size, 2 * ranks.size, H, 2, 3)
+    p: Problem = draw([4] * ranks.size, 2 * ranks.size, HIDDEN, 2, 3)
     d.p, d.capacity = p, ranks.size * 8
     ep, plain = ranks.make(p, fmt=padless.FP8_BLOCK), ranks.make(p, fmt=torch.bfloat16)
     x, ids, weights = ranks.own(p)
     generator = torch.Generator().manual_seed(1)
-    w13, w2 = (torch.randn(s, generator=generator) / 8 for s in ((2 * ranks.size, 2 * I, H), (2 * ranks.size, H, I)))
+    w13, w2 = (
+        torch.randn(s, generator=generator) / 8
+        for s in ((2 * ranks.size, 2 * INTERMEDIATE, HIDDEN), (2 * ranks.size, HIDDEN, INTERMEDIATE))
+    )
     w = quantized([w13, w2], list(ep.local_experts), padless.FP8_BLOCK, ranks)
-    layer = Experts(H, I, 2 * ranks.size, ep=plain, device=ranks.device)
-    nvfp4 = Experts(H, I, 2 * ranks.size, ep=plain, device=ranks.device, recipe="nvfp4")
-    model = MoE(H, I, 2 * ranks.size, 2, ep=plain, device=ranks.device, dtype=torch.bfloat16)
+    layer = Experts(HIDDEN, INTERMEDIATE, 2 * ranks.size, ep=plain, device=ranks.device)
+    nvfp4 = Experts(HIDDEN, INTERMEDIATE, 2 * ranks.size, ep=plain, device=ranks.device, recipe="nvfp4")
+    model = MoE(HIDDEN, INTERMEDIATE, 2 * ranks.size, 2, ep=plain, device=ranks.device, dtype=torch.bfloat16)
     grad = x.clone().requires_grad_()
 
     def scaled(scale: Any) -> Any:

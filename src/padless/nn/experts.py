@@ -38,8 +38,9 @@ class Experts(QuantizedModule):
     With ``ep``: rows are quantized where their experts are, and the rows of an expert are those of all ranks' tokens, in
     the order of ranks: for the same tokens and output gradients, a weight's gradient has the bits of one process with
     all tokens. It is that of the sum of all ranks' losses. A token's row and its gradient cross the link once to a rank
-    and back; nothing is sorted again for the backward pass. What requires gradients must be the same on all ranks.
-    Raises ValueError.
+    and back; nothing is sorted again for the backward pass. What requires gradients may differ by rank: with grad mode
+    on, all ranks have a backward pass, which makes the same exchanges. Grad mode must be the same on all. Raises
+    ValueError.
     """
 
     w13: nn.Parameter
@@ -114,7 +115,8 @@ class Experts(QuantizedModule):
     ) -> torch.Tensor:
         """`padless.autograd.experts` of x (T, H), ids and weights (T, k) and shared (T, H): (T, H).
 
-        With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum.
+        With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum, to which
+        shared is added in float32, with one more rounding to x's dtype.
         """
         w13, w2 = local(self.w13), local(self.w2)
         with checking(self.ep):
