@@ -91,7 +91,9 @@ def check(d: Drawn, ranks: Ranks, name: str, got: Any, want: Any, *, exact: bool
         return
     assert got is not None, f"{d}, {name}: no gradient"
     got, want = got.detach().cpu(), want.detach().cpu()
-    if exact and ranks.device.type == "cpu":
+    if ranks.device.type != "cpu":  # whose bfloat16 products may add in another order for another number of rows
+        assert float((got - want).norm()) <= 0.01 * float(want.norm()) + 1e-4, f"{d}, {name}"
+    elif exact:
         assert torch.equal(got, want), f"{d}, {name}: off by {float((got - want).abs().max())}"
     else:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4, msg=lambda m: f"{d}, {name}: {m}")
