@@ -179,7 +179,10 @@ def choice(ranks: Ranks) -> None:
 
 # --- processes -------------------------------------------------------------------------------------------
 
-CASES = ("sizes", "gradient_rows", "invariance", "transposes", "refusals", "as_collective", "choice")
+CASES = (
+    "sizes", "gradient_rows", "invariance", "transposes", "refusals", "as_collective", "choice", "little_or_nothing",
+    "no_gradients", "shared_rows", "construction",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,12 @@ def test_processes_that_share_memory(size: int) -> None:
     assert not any(found.values()), found
 
 
+@pytest.mark.slow
+def test_processes_with_little_or_nothing() -> None:
+    found = interpreted("ep_shared.py", "2", "construction", "no_gradients", "shared_rows", "little_or_nothing")
+    assert not any(found.values()), found
+
+
 @pytest.mark.gpu(capability=None)
 @pytest.mark.parametrize("name", ep_symm_cases.CASES)
 def test_on_the_gpu(name: str) -> None:

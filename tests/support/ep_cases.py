@@ -33,7 +33,8 @@ from padless.verify.ranks.exchange import (
     check_invariance,
     check_sizes,
 )
-from support import ep_layers, ep_moe
+from support import ep_edges, ep_layers, ep_moe
+from support.ep_layers import experts_of
 
 Case = Callable[[Ranks], None]
 CASES: dict[str, Case] = {
@@ -60,17 +61,6 @@ def dense(p: Problem, w13: torch.Tensor, w2: torch.Tensor, tokens: list, weights
             total = total + torch.where(ids[:, j, None] >= 0, weight[:, j, None] * y, torch.zeros_like(y))
         out.append(total)
     return out
-
-
-def experts_of(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """The local experts as a differentiable function of rows and offs."""
-
-    def function(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        ends = [0, *offs.tolist()]
-        parts = [torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))]
-        return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
-
-    return function
 
 
 @case
@@ -282,7 +272,7 @@ def errors(ranks: Ranks) -> None:
     check_exchange(ranks, p, ep, padless.FP8_BLOCK, None, 2)
 
 
-CASES |= ep_layers.CASES | ep_moe.CASES
+CASES |= ep_layers.CASES | ep_moe.CASES | ep_edges.CASES
 
 
 # --- processes -------------------------------------------------------------------------------------------

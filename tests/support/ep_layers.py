@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,6 +144,17 @@ def experts(ranks: Ranks) -> None:
             # A GPU's bfloat16 products may add in another order for another number of rows.
             off = float((got - expected).norm() / expected.norm())
             assert torch.equal(got, expected) or (got.is_cuda and off < 1e-5), f"{recipe}: {name} is off by {off}"
+
+
+def experts_of(w13: torch.Tensor, w2: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The local experts as a differentiable function of rows and offs."""
+
+    def function(rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        ends = [0, *offs.tolist()]
+        parts = [torch.tanh(rows[a:b] @ w13[g].T) @ w2[g].T for g, (a, b) in enumerate(itertools.pairwise(ends))]
+        return torch.cat([*parts, torch.zeros_like(rows[ends[-1] :])])
+
+    return function
 
 
 def poison_rows(ep: ExpertParallel) -> None:

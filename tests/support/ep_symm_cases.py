@@ -117,6 +117,22 @@ def three_ranks(device: str) -> None:
     check_no_error(ranks)
 
 
+@both_ways
+def nothing_here(device: str, few_slots: int) -> None:
+    """One slot a token and all rows on one rank, no tokens on another; gradients of an expanded value, of strides 0."""
+    p = draw([4, 0, 3], 3, 64, 1, 6)
+    for expert in (2, -1):
+        p.ids = [torch.full_like(ids, expert) for ids in p.ids]
+        ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=few_slots)
+        check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
+        x = [torch.randn(()).to(torch.bfloat16).expand(t.shape) for t in p.tokens]
+        other = Problem(x, p.ids, p.weights, p.expert_map)
+        for r, got in enumerate(ranks.redispatch(x if device == "cpu" else [t.contiguous() for t in x])):
+            exchange.assert_rows(got, exchange.rows_of(other, r, torch.bfloat16), f"rank {r}, again")
+        check_combine(p, ranks, 1, weighted=True)
+        check_no_error(ranks)
+
+
 @case
 def one_rank(device: str) -> None:
     """A group of one, such as a mesh's dimension of one: memory of its own, without torch's symmetric memory."""

@@ -66,6 +66,13 @@ def choose_backend(
     return SymmBackend(allocate(group, device, settings), settings, placement)
 
 
+def packages(backend: str) -> dict[str, object]:
+    """Whether what a backend needs can be imported here."""
+    if backend == "symm":
+        return {"whether triton can be imported": has_triton()}
+    return {"whether deep_ep can be imported": deepep.is_there()} if backend == "deepep" else {}
+
+
 def _automatic(group: dist.ProcessGroup, device: torch.device, settings: Settings) -> str:
     """The backend for what all ranks have."""
     if device.type != "cuda":

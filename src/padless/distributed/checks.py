@@ -73,7 +73,10 @@ def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> to
     if device is None:
         nccl = "nccl" in str(dist.get_backend(group))
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}; it must be a torch.device or the name of one") from error
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())
     return device
@@ -102,7 +105,9 @@ def check_tokens(
     if (global_scale is None) == (fmt == NVFP4):
         wanted = "one float32 value" if fmt == NVFP4 else "None"
         raise ValueError(f"global_scale must be {wanted}, got {describe(global_scale)}")
-    if global_scale is not None and (global_scale.numel() != 1 or global_scale.dtype != torch.float32):
+    if global_scale is not None and (
+        not isinstance(global_scale, torch.Tensor) or global_scale.numel() != 1 or global_scale.dtype != torch.float32
+    ):
         raise ValueError(f"global_scale must be one float32 value, got {describe(global_scale)}")
     if isinstance(fmt, BlockScaledFormat):
         for name, t in (("tokens", tokens), ("weights", weights)):

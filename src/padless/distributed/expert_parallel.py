@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from padless.distributed import checks
-from padless.distributed.backend import BACKENDS, choose_backend
-from padless.distributed.functions import Combine, Dispatch
+from padless.distributed.backend import BACKENDS, choose_backend, packages
+from padless.distributed.functions import Combine, Dispatch, tracked
 from padless.distributed.layer import QuantizedExperts, moe_over_ranks
 from padless.distributed.placement import place
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
-from padless.distributed.settings import Settings, compare_across_ranks
+from padless.distributed.settings import Settings, agree
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.runtime.choices import Exchange, ScaleMajor, ScaleRule
 
@@ -53,9 +54,15 @@ class ExpertParallel:
             group's).
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.
 
-    All arguments must be the same on all ranks; they are compared once, here. Calls are collective: all ranks make the
-    same ones in the same order, and those of one object follow one another, on one stream or on streams that wait for
-    each other. Raises ValueError.
+    All arguments must be the same on all ranks, and so the type of the device and whether a backend's package is there:
+    they are compared once, here, and what is wrong on any rank is the same ValueError on all. Only group_or_mesh is
+    checked by each rank alone. Calls are collective: all ranks make the same ones in the same order, and those of one
+    object follow one another, on one stream or on streams that wait for each other. Raises ValueError.
+
+    With rows that are not quantized and grad mode on, what `dispatch` and `combine` return requires grad on every rank,
+    whatever requires it there, since tokens and experts of other ranks may; so all ranks make the same exchanges in the
+    backward pass, also those without tokens, rows or anything to train. Grad mode must be the same on all ranks, as must
+    be whether a result is differentiated. Call under torch.no_grad() where there is no backward pass.
     """
 
     def __init__(
@@ -81,29 +88,36 @@ class ExpertParallel:
         given = {
             "num_experts": num_experts, "hidden": hidden, "top_k": top_k, "max_tokens": max_tokens,
             "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
-            "expert_map": None if expert_map is None else list(expert_map),
+            "expert_map": list(expert_map) if isinstance(expert_map, Iterable) else expert_map,
             "scale_major": scale_major, "scale_rule": scale_rule, "timeout": timeout, "programs": programs,
             "gradient_fmt": getattr(gradient_fmt, "name", gradient_fmt),
         }  # fmt: skip
-        compare_across_ranks(group, given)
-        if backend not in BACKENDS:
-            raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
-        major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
-        checks.check_gradient_format(gradient_fmt, fmt)
-        self.device = checks.device_of(group, device)
-        placement = place(num_experts, self.num_ranks, self.rank, expert_map)
+        problem, facts = None, {}
+        try:
+            if backend not in BACKENDS:
+                raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
+            major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
+            checks.check_gradient_format(gradient_fmt, fmt)
+            self.device = checks.device_of(group, device)
+            facts = {"device": self.device.type} | packages(backend)
+            placement = place(num_experts, self.num_ranks, self.rank, expert_map)
+            most = max(torch.bincount(placement.rank_of.long(), minlength=self.num_ranks).tolist())
+            default = self.num_ranks * max_tokens * min(top_k, most)
+            self.settings = Settings(
+                self.rank, self.num_ranks, num_experts, hidden, top_k, max_tokens,
+                RowFormat(fmt, hidden, major, scale_rule),
+                checks.check_capacity(capacity, backend, default),
+                torch.float32 if fmt == torch.float32 else torch.bfloat16,
+                timeout, programs or 0, gradient_fmt,
+            )  # fmt: skip
+            on_device = placement.to(self.device)
+        except Exception as error:  # whatever it is, the other ranks wait for this one
+            problem = str(error)
+        agree(group, given, problem, facts)
+        self.expert_map: tuple[int, ...] = tuple(placement.rank_of.tolist())
         self.local_experts = placement.local_experts
-        most = max(torch.bincount(placement.rank_of.long(), minlength=self.num_ranks).tolist())
-        default = self.num_ranks * max_tokens * min(top_k, most)
-        self.settings = Settings(
-            self.rank, self.num_ranks, num_experts, hidden, top_k, max_tokens,
-            RowFormat(fmt, hidden, major, scale_rule),
-            checks.check_capacity(capacity, backend, default),
-            torch.float32 if fmt == torch.float32 else torch.bfloat16,
-            timeout, programs or 0, gradient_fmt,
-        )  # fmt: skip
-        self._backend = choose_backend(backend, group, self.device, self.settings, placement.to(self.device))
+        self._backend = choose_backend(backend, group, self.device, self.settings, on_device)
 
     @property
     def backend(self) -> str:
@@ -135,18 +149,11 @@ class ExpertParallel:
         "collective"; ids from E on are else found by the device, count as none, and the next call raises.
         """
         self._backend.check()
-        problem: str | None = None
-        try:
+        with self.checking():
             checks.check_tokens(self.settings, self.device, tokens, ids, weights, global_scale)
-        except ValueError as error:
-            problem = str(error)
-        if problem is not None:
-            self._backend.dispatch(None, None, None, None, problem)
-            raise ValueError(problem)
-        wants_grad = torch.is_grad_enabled() and (tokens.requires_grad or weights.requires_grad)
-        if not wants_grad:
+        if not (torch.is_grad_enabled() and self.settings.row_format.is_plain):
             return self._backend.dispatch(tokens.detach(), ids, weights.detach(), global_scale)
-        rows, *plan = Dispatch.apply(self._backend, tokens, weights, ids)  # type: ignore[no-untyped-call]
+        rows, *plan = Dispatch.apply(self._backend, tracked(tokens), weights, ids)  # type: ignore[no-untyped-call]
         return rows, ExpertPlan(*plan)
 
     def combine(self, rows: torch.Tensor, plan: ExpertPlan, *, weighted: bool = False) -> torch.Tensor:
@@ -164,6 +171,8 @@ class ExpertParallel:
         """
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)
+        if self.settings.row_format.is_plain:
+            rows = tracked(rows)
         wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad))
         if wants_grad:
             out: torch.Tensor = Combine.apply(self._backend, rows, weighted, *plan)  # type: ignore[no-untyped-call]
@@ -183,6 +192,16 @@ class ExpertParallel:
     ) -> torch.Tensor:
         """`padless.moe.moe` with ep, of arguments that it has checked. experts: fields of `QuantizedExperts`."""
         return moe_over_ranks(self, x, ids, weights, QuantizedExperts(*experts), shared, out_dtype, num_experts)
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """A block of checks in front of a dispatch, whose error is told to the ranks that wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(ValueError):  # the backend raises it, too
+                self._backend.dispatch(None, None, None, None, str(error))
+            raise
 
     def check(self) -> None:
         """Raises RuntimeError for what a device found out in calls that have ended: a rank that did not answer within

@@ -10,6 +10,15 @@ import torch
 from padless.distributed.plan import ExpertPlan
 
 
+def tracked(t: torch.Tensor) -> torch.Tensor:
+    """t, or with grad mode on an alias of it that requires grad.
+
+    A rank has rows and sums of other ranks, which may require gradients where its own tokens and weights do not. So with
+    grad mode on every call is one of autograd's, on every rank, and the backward pass makes the same exchanges on all.
+    """
+    return t if t.requires_grad or not torch.is_grad_enabled() else t.detach().requires_grad_()
+
+
 class Dispatch(torch.autograd.Function):
     """(rows, *plan) of tokens and weights; plan.prob carries the gradient of the weights."""
 

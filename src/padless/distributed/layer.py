@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
+from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, tracked
 from padless.distributed.plan import ExpertPlan
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.gradients import refuse_gradients
 from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
@@ -44,6 +45,13 @@ class QuantizedExperts:
     activation: Activation
     format: BlockScaledFormat | None
     global_scales: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether `padless.moe.moe` has a backward pass for them."""
+        has_bias = self.first.bias is not None or self.second.bias is not None
+        name = "" if self.format is None else self.format.name
+        return backward.is_differentiable(self.first.weights, self.second.weights, self.activation, name, has_bias)
 
     def quantized(self, rows: Rows, offs: torch.Tensor) -> Rows:
         """Rows for the first projection: as they came, or quantized here, to the same codes."""
@@ -93,24 +101,28 @@ def expert_parallel_moe(
 
     Rows are weighted when they are summed, see `ExpertParallel.combine`. A collective call. Raises ValueError.
     """
-    if (experts_fn is None) == (w13 is None or w2 is None):
-        raise ValueError("experts_fn or both w13 and w2 must be given, and not both; give one of them")
+    with ep.checking():
+        if (experts_fn is None) == (w13 is None or w2 is None):
+            raise ValueError("experts_fn or both w13 and w2 must be given, and not both; give one of them")
+        for name, w in (("w13", w13), ("w2", w2)):
+            if w is not None and (w.data.dim() != 3 or w.data.shape[0] != len(ep.local_experts)):
+                raise ValueError(
+                    f"{name} must be (Eloc, N, K) weights of this rank's {len(ep.local_experts)} experts, got shape "
+                    f"{tuple(w.data.shape)}"
+                )
+        if experts_fn is None:
+            refuse_gradients(x=x, weights=weights)
     if experts_fn is not None:
         rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
         return ep.combine(experts_fn(rows, plan.offs), plan, weighted=True)
     assert w13 is not None
     assert w2 is not None
-    for name, w in (("w13", w13), ("w2", w2)):
-        if w.data.dim() != 3 or w.data.shape[0] != len(ep.local_experts):
-            raise ValueError(
-                f"{name} must be (Eloc, N, K) weights of this rank's {len(ep.local_experts)} experts, got shape "
-                f"{tuple(w.data.shape)}"
-            )
-    rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
     fmt = ep.settings.row_format.format
     both, act = (Projection(w13, None, backend), Projection(w2, None, backend)), activation or Activation()
     experts = QuantizedExperts(*both, act, fmt if isinstance(fmt, BlockScaledFormat) else None, (None, global_scale2))
-    return ep.combine(experts.product(rows, plan.offs), plan, weighted=True)
+    with torch.no_grad():
+        rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
+        return ep.combine(experts.product(rows, plan.offs), plan, weighted=True)
 
 
 def moe_over_ranks(
@@ -124,17 +136,16 @@ def moe_over_ranks(
     num_experts: int | None,
 ) -> torch.Tensor:
     """`padless.moe.moe` of arguments that it has checked, but for what ``ep`` is for. A collective call. ValueError."""
-    trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-    try:
+    with ep.checking():
+        trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
         check(ep, x, top_k_index, experts, num_experts, trains)
-    except ValueError as error:
-        ep._backend.dispatch(None, None, None, None, str(error))  # raises it, and tells ranks that wait for this one
-    if trains:
-        out = _MoeOverRanks.apply(ep, experts, x, top_k_weights, top_k_index)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and ep.settings.row_format.is_plain and experts.is_differentiable:
+        out = _MoeOverRanks.apply(ep, experts, tracked(x), top_k_weights, top_k_index)  # type: ignore[no-untyped-call]
     else:
-        rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
-        y = experts.product(experts.quantized(rows, plan.offs), plan.offs)
-        out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
+        with torch.no_grad():
+            rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
+            y = experts.product(experts.quantized(rows, plan.offs), plan.offs)
+            out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
     if shared is not None:
         out = out.to(torch.float32) + shared.to(torch.float32)
     return out.to(out_dtype)

@@ -29,7 +29,8 @@ class Placement:
 def place(num_experts: int, num_ranks: int, rank: int, expert_map: Sequence[int] | None) -> Placement:
     """Runs of E / R experts on every rank, or the ranks that expert_map names, one for each expert.
 
-    Raises ValueError where E is not a multiple of R and there is no map, and for a map that is not (E,) ranks.
+    Raises ValueError where E is not a multiple of R and there is no map, and for a map that is not (E,) ranks or leaves
+    a rank without an expert: the same error on every rank.
     """
     if expert_map is None:
         if num_experts % num_ranks != 0:
@@ -38,14 +39,17 @@ def place(num_experts: int, num_ranks: int, rank: int, expert_map: Sequence[int]
                 "expert_map, the rank of each expert"
             )
         expert_map = [e * num_ranks // num_experts for e in range(num_experts)]
-    ranks = [int(r) for r in expert_map]
+    try:
+        ranks = [int(r) for r in expert_map]
+    except (TypeError, ValueError):
+        ranks = []
     if len(ranks) != num_experts or any(not 0 <= r < num_ranks for r in ranks):
         raise ValueError(
-            f"expert_map must be {num_experts} ranks from 0 to {num_ranks - 1}, one for each expert, got {ranks}"
+            f"expert_map must be {num_experts} ranks from 0 to {num_ranks - 1}, one for each expert, got {expert_map}"
         )
+    for empty in sorted(set(range(num_ranks)) - set(ranks)):
+        raise ValueError(f"expert_map gives rank {empty} no expert; each rank must have at least one")
     local = tuple(e for e, r in enumerate(ranks) if r == rank)
-    if not local:
-        raise ValueError(f"expert_map gives rank {rank} no expert; each rank must have at least one")
     index = torch.full((num_experts,), -1, dtype=torch.int32)
     index[list(local)] = torch.arange(len(local), dtype=torch.int32)
     return Placement(torch.tensor(ranks, dtype=torch.int32), index, local)

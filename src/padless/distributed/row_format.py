@@ -96,7 +96,9 @@ class RowFormat:
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
     """A (rows, columns) tensor's bytes, (rows, columns * itemsize) uint8."""
-    return t.contiguous().view(torch.uint8).view(t.shape[0], t.shape[1] * t.dtype.itemsize)
+    # Where a tensor has no more than one row or column, `contiguous` leaves whatever strides it has, 0 of expanded ones
+    # too, and `view` refuses them.
+    return t.contiguous().as_strided(t.shape, (t.shape[1], 1)).view(torch.uint8)
 
 
 @dataclass(frozen=True)

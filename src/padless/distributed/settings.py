@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,18 +45,27 @@ class Settings:
         return self.num_ranks * self.max_tokens * self.top_k
 
 
-def compare_across_ranks(group: dist.ProcessGroup, arguments: dict[str, object]) -> None:
-    """Raises ValueError on all ranks where an argument differs between ranks: one all_gather, at construction."""
-    mine = {name: str(value) for name, value in arguments.items()}
-    every: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+def agree(
+    group: dist.ProcessGroup, arguments: dict[str, object], problem: str | None, facts: dict[str, object]
+) -> None:
+    """Raises ValueError, the same on all ranks, where an argument differs between ranks, a rank has a problem, or a fact
+    differs, in this order: one all_gather, at construction.
+    """
+    mine = {name: str(value) for name, value in arguments.items()}, problem, {n: str(v) for n, v in facts.items()}
+    every: list[tuple[dict[str, str], str | None, dict[str, str]]] = [mine] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
-    for name, value in mine.items():
+    given, problems, found = zip(*every, strict=True)
+    _compare(given)
+    for rank, its in enumerate(problems):
+        if its is not None:
+            raise ValueError(its if len(set(problems)) == 1 else f"rank {rank}: {its}")
+    _compare(found)
+
+
+def _compare(every: Sequence[dict[str, str]]) -> None:
+    for name, first in every[0].items():
         for rank, other in enumerate(every):
-            first = every[0]
-            assert other is not None
-            assert first is not None
-            if other.get(name) != first.get(name):
+            if other[name] != first:
                 raise ValueError(
-                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {rank} (here: {value}); it "
-                    "must be the same on all ranks"
+                    f"{name} is {first} on rank 0 and {other[name]} on rank {rank}; it must be the same on all ranks"
                 )

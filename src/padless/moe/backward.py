@@ -41,15 +41,22 @@ def check_differentiable(
     name: str, w13: BlockScaledTensor, w2: BlockScaledTensor, activation: Activation, activations: str, has_bias: bool
 ) -> None:
     """Raises ValueError, which names the argument that requires grad, for a layer that has no backward pass."""
-    formats = {w13.format.name, w2.format.name, activations}
-    plain = {w13.scale_layout, w2.scale_layout} == {"plain"}
-    swiglu = activation.is_plain_swiglu and activation.gate_up != "alternating"
-    if formats != {FP8_BLOCK.name} or not plain or not swiglu or has_bias:
+    if not is_differentiable(w13, w2, activation, activations, has_bias):
         raise ValueError(
             f"{name} requires grad, and moe has gradients for FP8_BLOCK weights and activations, plain SwiGLU, "
             "concatenated or interleaved, and no bias; train with padless.nn.Experts or padless.autograd.experts, pass "
             f"{name}.detach() or call under torch.no_grad()"
         )
+
+
+def is_differentiable(
+    w13: BlockScaledTensor, w2: BlockScaledTensor, activation: Activation, activations: str, has_bias: bool
+) -> bool:
+    """Whether a layer has a backward pass. activations: the name of their format."""
+    formats = {w13.format.name, w2.format.name, activations}
+    plain = {w13.scale_layout, w2.scale_layout} == {"plain"}
+    swiglu = activation.is_plain_swiglu and activation.gate_up != "alternating"
+    return formats == {FP8_BLOCK.name} and plain and swiglu and not has_bias
 
 
 def _fake(

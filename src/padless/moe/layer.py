@@ -6,6 +6,7 @@ gradients are in `padless.moe.backward`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,9 @@ def moe(
         backend: of the products, as in `padless.grouped_gemm`.
         ep: a `padless.distributed.ExpertParallel`: the experts are spread over its ranks. w13, w2, biases and global
             scales are then those of ep.local_experts alone, top_k_index is of all E experts, the call is collective, and
-            `ExpertParallel.combine` states the sum, with rows in the type of x or quantized before they are sent.
+            `ExpertParallel.combine` states the sum, with rows in the type of x or quantized before they are sent. To that
+            sum shared is added in float32, with one rounding to out_dtype. Where the layer is differentiable and grad mode
+            is on, the result requires grad, since other ranks' x may.
 
     A token's row depends, bit for bit, on its own x, ids, weights and shared row and on the weights alone, not on the
     tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. With ep: memory is for its
@@ -108,28 +111,29 @@ def moe(
     activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that requires grad
     is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
-    act = Activation(activation, gate_up, alpha, limit, up_offset)
-    _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
-    experts, n = w13.data.shape[:2]
-    refuse_gradients(
-        bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
-    )
-    _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
-    _check_vector("bias2", bias2, [(experts, x.shape[1])], INPUT_DTYPES, x.device)
-    for name, scale in (("global_scale1", global_scale1), ("global_scale2", global_scale2)):
-        _check_vector(name, scale, [(), (1,), (experts,)], (torch.float32,), x.device)
-    if shared is not None:
-        check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
-    dtype = x.dtype if out_dtype is None else out_dtype
-    if dtype not in INPUT_DTYPES:
-        raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
-    name = _activations(activations, w13, x)
-    if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
-        raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
-    trained = backward.wanted(x=x, top_k_weights=top_k_weights, shared=shared)
-    if trained is not None:
-        has_bias = bias13 is not None or bias2 is not None
-        backward.check_differentiable(trained, w13, w2, act, name, has_bias)
+    with nullcontext() if ep is None else ep.checking():
+        act = Activation(activation, gate_up, alpha, limit, up_offset)
+        _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
+        experts, n = w13.data.shape[:2]
+        refuse_gradients(
+            bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
+        )
+        _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
+        _check_vector("bias2", bias2, [(experts, x.shape[1])], INPUT_DTYPES, x.device)
+        for name, scale in (("global_scale1", global_scale1), ("global_scale2", global_scale2)):
+            _check_vector(name, scale, [(), (1,), (experts,)], (torch.float32,), x.device)
+        if shared is not None:
+            check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
+        dtype = x.dtype if out_dtype is None else out_dtype
+        if dtype not in INPUT_DTYPES:
+            raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+        name = _activations(activations, w13, x)
+        if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
+            raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
+        trained = backward.wanted(x=x, top_k_weights=top_k_weights, shared=shared)
+        if trained is not None:
+            has_bias = bias13 is not None or bias2 is not None
+            backward.check_differentiable(trained, w13, w2, act, name, has_bias)
     first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
     scales = (global_scale1, global_scale2)
     if ep is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from padless.distributed import ExpertParallel
+from padless.distributed.functions import tracked
 from padless.formats import NVFP4
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule, has_backward
@@ -38,8 +40,9 @@ class Experts(QuantizedModule):
     With ``ep``: rows are quantized where their experts are, and the rows of an expert are those of all ranks' tokens, in
     the order of ranks: for the same tokens and output gradients, a weight's gradient has the bits of one process with
     all tokens. It is that of the sum of all ranks' losses. A token's row and its gradient cross the link once to a rank
-    and back; nothing is sorted again for the backward pass. What requires gradients must be the same on all ranks.
-    Raises ValueError.
+    and back; nothing is sorted again for the backward pass. What requires gradients may differ by rank: with grad mode
+    on, all ranks have a backward pass, which makes the same exchanges. Grad mode must be the same on all. Raises
+    ValueError.
     """
 
     w13: nn.Parameter
@@ -97,8 +100,8 @@ class Experts(QuantizedModule):
         from torch.distributed.tensor import DTensor, Shard  # half a second
 
         ep = self.ep
-        share = 0 if ep is None else self.num_experts // ep.num_ranks
-        if ep is None or ep.local_experts != tuple(range(ep.rank * share, (ep.rank + 1) * share)):
+        runs = () if ep is None else tuple(e * ep.num_ranks // self.num_experts for e in range(self.num_experts))
+        if ep is None or ep.expert_map != runs or self.num_experts % ep.num_ranks:
             raise ValueError("distribute is for experts with ep, which lie in runs of E / R on the ranks; give no map")
         if self.delayed_wgrad is not None:
             raise ValueError("delayed_wgrad is given, and gradients of DTensors go to autograd; give None")
@@ -115,30 +118,27 @@ class Experts(QuantizedModule):
     ) -> torch.Tensor:
         """`padless.autograd.experts` of x (T, H), ids and weights (T, k) and shared (T, H): (T, H).
 
-        With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum.
+        With ``ep``: of this rank's tokens, x in the type of ep's rows; `ExpertParallel.combine` states the sum, to which
+        shared is added in float32, with one more rounding to x's dtype.
         """
         parameter13, parameter2 = self.w13, self.w2
         w13, w2 = local(parameter13), local(parameter2)
-        check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
-        if x.shape[1] != self.hidden or w13.device != x.device:
-            raise ValueError(
-                f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
-            )
+        with checking(self.ep):
+            check_tokens(x, top_k_index, top_k_weights, shared, self.num_experts)
+            if x.shape[1] != self.hidden or w13.device != x.device:
+                raise ValueError(
+                    f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
+                )
+            if self.ep is not None:
+                check_sent(self.ep, self.recipe, x)
+        x = x if self.ep is None else tracked(x)
         backward = has_backward(x, top_k_weights, w13, w2)
         operands = self._operands("w13", parameter13, w13, backward), self._operands("w2", parameter2, w2, backward)
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
         if self.ep is None:
             return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
-        recipe = self.recipe
-        if NVFP4 in (recipe.forward, recipe.dgrad, recipe.wgrad):
-            raise ValueError(
-                f"recipe is {recipe} and NVFP4's global scale is of all ranks' rows; with ep FP8_BLOCK, MXFP8 and "
-                "torch.bfloat16 are allowed"
-            )
-        if x.dtype != self.ep.settings.row_format.format:
-            raise ValueError(f"x is {x.dtype} and ep's rows are {self.ep.settings.row_format.format}; convert x")
         out = apply_experts(x, top_k_index, top_k_weights, w13, w2, None, plan, *operands)
-        return out if shared is None else out + shared.to(out.dtype)
+        return out if shared is None else (out.to(torch.float32) + shared.to(torch.float32)).to(out.dtype)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}"
@@ -161,6 +161,22 @@ def check_exchange(ep: ExpertParallel, num_experts: int, hidden: int) -> None:
             f"ep is for {s.num_experts} experts and {s.hidden} columns in {s.row_format.format}; it must be for "
             f"{num_experts} and {hidden} in torch.bfloat16 or torch.float32, make it with fmt="
         )
+
+
+def check_sent(ep: ExpertParallel, recipe: Recipe, x: torch.Tensor) -> None:
+    """Raises ValueError for a recipe or tokens that an exchange is not for."""
+    if NVFP4 in (recipe.forward, recipe.dgrad, recipe.wgrad):
+        raise ValueError(
+            f"recipe is {recipe} and NVFP4's global scale is of all ranks' rows; with ep FP8_BLOCK, MXFP8 and "
+            "torch.bfloat16 are allowed"
+        )
+    if x.dtype != ep.settings.row_format.format:
+        raise ValueError(f"x is {x.dtype} and ep's rows are {ep.settings.row_format.format}; convert x")
+
+
+def checking(ep: ExpertParallel | None) -> AbstractContextManager[None]:
+    """A block of checks, whose error is told to ranks that wait for this one."""
+    return nullcontext() if ep is None else ep.checking()
 
 
 class MoE(nn.Module):
@@ -231,9 +247,10 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for x (.., H), of its shape and dtype."""
-        tokens = x.reshape(-1, x.shape[-1])
-        _, index, weights = self.route(tokens)
-        shared = None if self.shared is None else self.shared(tokens)
+        with checking(self.experts.ep):
+            tokens = x.reshape(-1, x.shape[-1])
+            _, index, weights = self.route(tokens)
+            shared = None if self.shared is None else self.shared(tokens)
         out: torch.Tensor = self.experts(tokens, index, weights, shared)
         return out.view(x.shape)
 
