@@ -345,13 +345,9 @@ def _check_scale_layout(t: BlockScaledTensor) -> None:
     may_be_mn_major = t.is_activation and t.scale.dtype == torch.float32
     if t.scale.is_contiguous() or is_row_padded(t.scale) or (may_be_mn_major and is_mn_major(t.scale)):
         return
-    if t.scale.element_size() == 1:
-        raise ValueError(
-            "scale must be contiguous, or its rows as many bytes apart as they have columns, rounded up to "
-            f"{SCALE_ROW_ALIGNMENT}, got shape {tuple(t.scale.shape)} with strides {t.scale.stride()}: call .contiguous()"
-        )
     if not may_be_mn_major:
-        raise ValueError(f"scale must be contiguous, got strides {t.scale.stride()}: call .contiguous()")
+        or_padded = " or padless.layouts.to_row_padded" if t.scale.element_size() == 1 else ""
+        raise ValueError(f"scale must be contiguous, got strides {t.scale.stride()}: call .contiguous(){or_padded}")
     raise ValueError(
         "scale of an activation must be contiguous or MN-major (strides (1, rows rounded up to "
         f"{MN_MAJOR_ALIGNMENT})), got shape {tuple(t.scale.shape)} with strides {t.scale.stride()}"

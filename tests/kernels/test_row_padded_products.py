@@ -65,9 +65,7 @@ def test_on_blackwell(pair: tuple[str, str], k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pair", "backend"),
-    [(("MXFP8", "MXFP8"), "emulator"), (("MXFP8", "MXFP4"), "emulator:sm_100a")],
-    ids=str,
+    ("pair", "backend"), [(("MXFP8", "MXFP8"), "emulator"), (("MXFP8", "MXFP4"), "emulator:sm_100a")], ids=str
 )
 def test_gate_above_up_in_the_epilogue(pair: tuple[str, str], backend: BackendName) -> None:
     a, b = operands(pair, 128, 160)

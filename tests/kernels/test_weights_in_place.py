@@ -22,7 +22,7 @@ K_OF_ANY = (32, 96, 160, 256, 1408, 2880)
 K_OF_BLOCKS = (16, 48, 144, 2880)  # FP8_BLOCK on both sides
 GROUPS = (1, 3)
 
-# What is copied all the same, and said in docs/supported.md: scales for the dense kernel on Blackwell, which reads 32x4x4
+# What is copied all the same, as docs/supported.md says: scales for the dense kernel on Blackwell, which reads 32x4x4
 # tiles alone, and FP4 codes beside 8-bit activations there that the copy engine cannot spread.
 TILES_ALONE = {"sm100_mxfp8_gemm"}
 
@@ -82,7 +82,7 @@ def test_weights_are_read_where_they_are(route: Route) -> None:
 
 @pytest.mark.parametrize("route", [r for r in ROUTES if r.b != FP8_BLOCK.name], ids=name_of)
 def test_contiguous_and_tiled_scales_are_still_taken(route: Route) -> None:
-    """Contiguous scales, which are copied where a row of them is no multiple of 16 or 4 bytes, and tiles, which are not."""
+    """Contiguous scales, which are copied where their rows are no multiple of 16 or 4 bytes, and tiles, which are not."""
     k = 320  # 10 or 20 scales a row
     t = weights(route.b, 1 if route.operation == "gemm" else 3, k)
     plain = t.scale.view(torch.uint8).contiguous().view(t.scale.dtype)

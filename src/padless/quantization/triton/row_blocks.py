@@ -151,7 +151,12 @@ def is_word_aligned(x: torch.Tensor) -> bool:
 
 
 def _empty_scale(
-    leading: tuple[int, ...], device: torch.device, columns: int, scale_layout: str, offs: torch.Tensor | None, kind: str
+    leading: tuple[int, ...],
+    device: torch.device,
+    columns: int,
+    scale_layout: str,
+    offs: torch.Tensor | None,
+    kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale bytes to be filled, zero where the layout pads; for grouped tiles also every row's tile row."""
     if scale_layout == "plain" and kind == "weight":
