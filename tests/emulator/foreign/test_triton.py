@@ -193,7 +193,7 @@ def test_tensor_maps_made_on_the_device(capability: int) -> None:
 
 @pytest.mark.parametrize(("strict", "kind"), [(False, "tolerated"), (True, "mbarrier-init")])
 def test_barriers_that_are_made_with_no_fence(strict: bool, kind: str) -> None:
-    """Triton's pipelined copies of a loop: a barrier of the CTA between an mbarrier's making and the copies, no fence."""
+    """Triton's pipelined copies: between an mbarrier's making and a copy there is a barrier of the CTA, and no fence."""
     signature = {"q_ptr": "*fp16", "k_ptr": "*fp16", "v_ptr": "*fp16", "o_ptr": "*fp16", "S": "i32"}
     kernel = compile_for(90, unscaled_attention, signature, {"D": 64, "BM": 64, "BN": 32}, num_warps=4, num_stages=2)
     if "fence.mbarrier_init" in kernel.asm["ptx"]:

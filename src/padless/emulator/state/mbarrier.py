@@ -144,8 +144,8 @@ def find_mbarrier(
         elif (asynchronous or outside) and not bar.init_fenced and clocks.time[1, site.row, column] < event:
             site.report(
                 "mbarrier" if outside else "mbarrier-init",
-                f"{bar.name} is used by {'another CTA' if outside else 'the async proxy'} with no fence.mbarrier_init or "
-                "fence.proxy.async after its initialisation",
+                f"{bar.name} is used by {'another CTA' if outside else 'the async proxy'} with no fence.mbarrier_init "
+                "or fence.proxy.async after its initialisation",
                 bar.instruction,
             )
     return bar
