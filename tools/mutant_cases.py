@@ -49,6 +49,9 @@ class Sizes:
 
 LONG = Sizes((100, 0, 129, 30), 272, 1056, 2)
 SHORT = Sizes((5, 0, 200, 64, 129), 256, 96, 4)
+TALL = Sizes(
+    (5, 0, 1033, 64), 272, 96, 4
+)  # a group of nine tiles by two: a band of the order of tiles, and one of a tile
 _sizes = LONG
 
 
@@ -83,14 +86,15 @@ def weight(fmt: Any, n: int, k: int, groups: int | None = None) -> Any:
     return padless.quantize(normal(groups or len(_sizes.groups), n, k), fmt, kind="weight")
 
 
-def product(a: Any, b: Any, config: KernelConfig) -> Call:
-    """`grouped_gemm` on quantized operands; a, b: formats, or None for plain bfloat16."""
+def product(a: Any, b: Any, config: KernelConfig, short: Sizes = SHORT) -> Call:
+    """`grouped_gemm` on quantized operands; a, b: formats, or None for plain bfloat16; short: sizes in SHORT's place."""
 
     def call(device: EmulatedDriver) -> object:
-        n, k = _sizes.n, _sizes.k if a is not None or _sizes is LONG else 64
-        left = normal(rows(), k).bfloat16() if a is None else activation(a, k, **of_groups(a))
-        right = normal(len(_sizes.groups), n, k).bfloat16() if b is None else weight(b, n, k)
-        return padless.grouped_gemm(left, right, offsets(), backend=backend_of(device), config=config)
+        with of_sizes(short if _sizes is SHORT else _sizes):
+            n, k = _sizes.n, _sizes.k if a is not None or _sizes is LONG else 64
+            left = normal(rows(), k).bfloat16() if a is None else activation(a, k, **of_groups(a))
+            right = normal(len(_sizes.groups), n, k).bfloat16() if b is None else weight(b, n, k)
+            return padless.grouped_gemm(left, right, offsets(), backend=backend_of(device), config=config)
 
     return call
 
@@ -209,7 +213,7 @@ CASES: dict[str, tuple[str, Call]] = {
     "sm90_bf16_wgrad": ("sm_90a", bf16_gradient),
     "sm90_rows_columns": ("sm_90a", rows_columns),
     "sm90_swiglu_backward": ("sm_90a", swiglu_backward),
-    "sm100_grouped": ("sm_100a", product(MXFP8, MXFP8, Sm100GroupedConfig(num_stages=3))),
+    "sm100_grouped": ("sm_100a", product(MXFP8, MXFP8, Sm100GroupedConfig(num_stages=3), TALL)),
     "sm100_grouped, pairs": ("sm_100a", product(MXFP8, MXFP4, PAIR)),
     "sm100_grouped, FP8_BLOCK": ("sm_100a", product(FP8_BLOCK, FP8_BLOCK, Sm100GroupedConfig(num_stages=3))),
     "sm100_grouped, quantizing": ("sm_100a", quantizing(MXFP8, MXFP8, BOTH, PAIR)),

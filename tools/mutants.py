@@ -259,7 +259,7 @@ def main() -> int:
     parser.add_argument("command", choices=["run", "show"])
     parser.add_argument("record", type=Path)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--seconds", type=float, default=1e6)
     parser.add_argument("--survivors", action="store_true", help="only those that the first size has not killed")
     parser.add_argument("--case", action="append", help="one of them alone; may be repeated")
     parser.add_argument("--unsettled", action="store_true", help="those alone that the page lacks as they are now")

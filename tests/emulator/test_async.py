@@ -116,7 +116,7 @@ COPY_BUGS = {
     "producer does not wait": ("wait(smem(&empty[i % 2]), (i / 2 & 1) ^ 1);", "", {"race"}),
     "wrong parity": ("wait(smem(&full[i % 2]), i / 2 & 1)", "wait(smem(&full[i % 2]), (i / 2 & 1) ^ 1)", {"race"}),
     "expects too much": ("1024); \n", "", set()),
-    "no init fence": ("fence_init();", "", {"mbarrier"}),
+    "no init fence": ("fence_init();", "", {"mbarrier-init"}),
     "no barrier after init": ("__syncthreads();", "", {"mbarrier"}),
     "arrives twice": ("arrive(smem(&empty[i % 2]));", "arrive(smem(&empty[i % 2])); arrive(smem(&empty[i % 2]));", {"mbarrier"}),
     "never arrives": ("arrive(smem(&empty[i % 2]));", "", {"deadlock"}),

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from padless.emulator import LaunchError
 from padless.emulator.cli import app
+from padless.emulator.program.autocast import FLOAT32, LOWER, WIDEST
 
 ROOT = Path(__file__).parents[2]
 LESSON = ROOT / "docs" / "learn" / "tma_program.py"
@@ -101,7 +103,8 @@ x = torch.randn(4, 4, device="cuda:0", requires_grad=True)
 (x * 2).sum().backward()
 layer = torch.nn.Linear(4, 4).cuda()
 on_gpu = [x, x.grad, x[0], torch.cat([x, x]), x.to(torch.bfloat16), torch.zeros_like(x), torch.tensor([1]).cuda(),
-          torch.zeros(3, device=torch.device("cuda")), torch.empty(2).to("cuda:0"), layer.weight, layer(x)]
+          torch.zeros(3, device=torch.device("cuda")), torch.empty(2).to("cuda:0"), layer.weight, layer(x),
+          torch.nn.Linear(4, 4, device="cuda").weight]
 assert all(t.is_cuda and t.device == torch.device("cuda", 0) and t.get_device() == 0 for t in on_gpu)
 copied = torch.zeros(4, 4)
 copied.copy_(x.detach())
@@ -132,6 +135,91 @@ def test_cuda_tensors_of_torch_are_on_the_cpu_and_do_not_say_so(tmp_path: Path) 
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
     assert "refused: the program uses the CUDA runtime API" in done.stderr
+
+
+AUTOCAST = """
+import torch
+import torch.nn.functional as F
+
+layer, x = torch.nn.Linear(48, 32, device="cuda"), torch.randn(8, 48, device="cuda")
+w, norm, host = torch.randn(32, 8, device="cuda"), torch.nn.LayerNorm(32, device="cuda"), torch.randn(8, 48)
+for kind in (torch.bfloat16, torch.float16):
+    with torch.autocast("cuda", kind):
+        y = layer(x)
+        assert y.is_cuda and torch.equal(y, F.linear(x.to(kind), layer.weight.to(kind), layer.bias.to(kind)))
+        for made in (y @ w, torch.matmul(y, w), w.T @ y.T, torch.einsum("ij,jk->ik", y, w), y + y, F.relu(y), y.exp_(),
+                     F.scaled_dot_product_attention(x[None], x[None], x[None]), torch.tensordot(y, y.T, 1)):
+            assert made.dtype is kind, made.dtype
+        for made in (y.softmax(-1), F.softmax(y, -1), norm(y), y.sum(), y ** 2, 2 ** y, torch.exp(y), y + x[:, :32],
+                     F.cross_entropy(y, torch.arange(8, device="cuda")), torch.cat([y, x]  if 0 else [y, x[:, :32]]),
+                     torch.addcmul(x[:, :32], y, y), F.mse_loss(y, y), x.double().float() * 1, F.normalize(y)):
+            assert made.dtype is torch.float32, made.dtype
+        assert y.softmax(-1, dtype=kind).dtype is kind and (x.double() @ x.double().T).dtype is torch.float64
+        assert (host @ host.T).dtype is torch.float32 and torch.nn.Linear(48, 4)(host).dtype is torch.float32
+        with torch.autocast("cuda", enabled=False):
+            assert layer(x).dtype is torch.float32
+        layer.zero_grad()
+        layer(x).float().square().sum().backward()
+        assert layer.weight.grad.dtype is torch.float32 and bool(layer.weight.grad.any())
+        assert torch.mm(x, x.T, out=torch.empty(8, 8, device="cuda")).dtype is torch.float32
+    assert layer(x).dtype is torch.float32
+print(torch.compile(lambda v: v * 2, backend="eager")(torch.ones(4, device="cuda")).sum().item())
+assert torch.compile(layer, backend="eager")(x).is_cuda
+print("done")
+"""
+
+
+def test_autocast_has_a_gpus_dtypes_and_eager_compilation_is_the_function(tmp_path: Path) -> None:
+    done = emulate(AUTOCAST, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "8.0\ndone\n"), done.stderr
+
+
+REFUSED = """
+import torch
+
+x = torch.ones(4, device="cuda")
+
+@torch.compile
+def first(v):
+    return v * 2
+
+second = torch.compile(lambda v: v * 2, mode="max-autotune")  # refused when it is called, as imports may come to it
+def encode():
+    with torch.autocast("cuda", torch.bfloat16):
+        torch.nn.LSTM(4, 4, device="cuda")(x[None])
+
+calls = [lambda: first(x), lambda: second(x), lambda: torch.compile(torch.nn.Linear(4, 4)), torch.cuda.CUDAGraph, encode,
+         lambda: torch.cuda.make_graphed_callables(first, (x,))]
+for call in calls:
+    try:
+        call()
+    except NotImplementedError as error:
+        print(error)
+assert first.__name__ == "first"
+"""
+
+
+def test_what_torch_cannot_do_here_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    done = emulate(REFUSED, tmp_path)
+    assert done.returncode == 2, done.stderr
+    compiled = "torch.compile with backend='inductor' is not emulated; backend=\"eager\" runs the same function"
+    graphs = "torch.cuda's graphs are not emulated: kernels run when they are launched; call the function itself"
+    lstm = 'torch.autocast("cuda") around lstm is not emulated; leave autocast there, or use its parts'
+    assert done.stdout.splitlines() == [compiled] * 3 + [graphs, lstm, graphs]
+    assert done.stderr.splitlines()[-1].startswith("0 launches, 0 errors, 6 refusals")
+    assert "Traceback" not in done.stderr
+
+
+def test_autocast_has_the_lists_of_torch() -> None:
+    """Each name of torch's own header is in the list of its macro, or is one that no function of Python has."""
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    macros = dict(re.findall(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)*.*)", header.read_text()))
+    inner = {"_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_scaled_dot_product_flash_attention", "nll_loss2d"}
+    lists = {"LOWER_PRECISION_FP": LOWER, "FP32": FLOAT32, "FP32_SET_OPT_DTYPE": FLOAT32, "PROMOTE": WIDEST}
+    for macro, own in lists.items():
+        names = set(re.findall(r"_\((\w+)", macros[macro])) - inner
+        assert len(names) >= 8
+        assert {name for name in names if "upsample" not in name} <= own, macro
 
 
 TRITON = """

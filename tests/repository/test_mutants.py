@@ -12,6 +12,7 @@ import mutant_page
 import mutants
 from mutant_cases import CASES
 from mutant_reasons import REASONS, reason_of
+from padless.emulator import Emulator
 
 
 @pytest.fixture
@@ -79,6 +80,26 @@ def test_unsettled_are_new_changed_and_unfinished_kernels(monkeypatch: pytest.Mo
         "begun": {"digest": "1", "judged": 2, "mutants": 3},
     }  # fmt: skip
     assert mutants.unsettled({"kernels": kernels}, [*kernels, "new"]) == ["changed", "begun", "new"]
+
+
+@pytest.mark.slow
+def test_a_wrong_height_of_a_band_of_tiles_is_noticed_by_the_second_problem_alone() -> None:
+    """device/scheduler.cuh, m_tiles - band * RASTER_M: a shift by 4 for one by 3 is wrong behind the first band."""
+    noticed = {}
+    for short in (False, True):
+        case = mutants.Case("sm100_grouped", 1, short)
+        image = case._launch.kernel.image
+        lines = (image.decode() if isinstance(image, bytes) else image).rstrip("\0").split("\n")
+        places = [i for b in case.survey.coverage.blocks for i in case.survey.program.blocks[b].instructions]
+        at = [i.line - 1 for i in places if "scheduler.cuh:78" in str(i.source) and i.name == "shl.b32"]
+        at = [line for line in at if lines[line].rstrip().endswith(", 3;")]
+        assert at
+        lines[at[0]] = lines[at[0]].replace(", 3;", ", 4;")
+        emulator = Emulator("\n".join(lines), name="mutant.ptx")
+        result, arrays = case.run(emulator, 0)
+        same = all(arrays[name].tobytes() == x.tobytes() for name, x in case.survey.expected[0].items())
+        noticed[short] = bool(result.errors) or not same
+    assert noticed == {False: False, True: True}
 
 
 @pytest.mark.slow

@@ -92,5 +92,5 @@ BUGS: tuple[Bug, ...] = (
         ("grid-dependency",),
         ((MAIN, "griddepcontrol_wait();", ""),),
     ),
-    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),)),
 )

@@ -125,7 +125,7 @@ BUGS: tuple[Bug, ...] = (
         ((STORE, "fence_proxy_async_shared();", ""),),
         quick=True,
     ),
-    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug(
         "stage never released",
         ("deadlock",),

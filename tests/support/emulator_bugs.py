@@ -54,7 +54,7 @@ CLUSTER_SYNC = "barrier_cluster_arrive();\n        barrier_cluster_wait();"
 BUGS: tuple[Bug, ...] = (
     # ---- fences
     Bug("no proxy fence before the store", ("missing-proxy-fence",), ((STORE, "fence_proxy_async_shared();", ""),)),
-    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug("no wgmma.fence", ("missing-wgmma-fence",), ((MULTIPLY, "wgmma_fence();", ""),)),
     Bug(
         "proxy fence after the barrier, by the issuer only after its stores",
@@ -218,7 +218,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "barrier initialised twice",
-        ("mbarrier",),
+        ("mbarrier", "mbarrier-init"),
         (
             (
                 MAIN,

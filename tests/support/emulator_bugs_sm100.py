@@ -281,7 +281,7 @@ DENSE_BUGS: tuple[Bug, ...] = (
         "lanes of another warp", ("tensor-memory",), ("tmem + (warp * 32 << 16);", "tmem + ((warp ^ 1) * 32 << 16);")
     ),
     # ---- start and end
-    dense("no fence after mbarrier init", ("mbarrier",), ("fence_mbarrier_init();", "")),
+    dense("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ("fence_mbarrier_init();", "")),
     dense("pair not in step at the start", ("mbarrier", "race"), (CLUSTER_SYNC, "")),
     dense("pair not in step at the end", ("exit", "race"), (CLUSTER_SYNC, ""), nth=1),
     # ---- the staged store

@@ -90,7 +90,7 @@ BUGS: tuple[Bug, ...] = (
         ((MAIN, "mbarrier_wait(shared_address(&shared.done), 0);", ""),),
     ),
     Bug("loads from tensor memory not waited for", ("register-in-flight",), ((MAIN, "tcgen05_wait_ld();", ""),)),
-    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug(
         "expect_tx forgets B",
         ("race", "mbarrier", "deadlock"),

@@ -73,7 +73,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("no tcgen05 fence after done", ("missing-tcgen05-fence",), ((MAIN, WAIT_DONE + " tcgen05_fence_after_thread_sync();", WAIT_DONE),), quick=True),
     Bug("no tcgen05 fence before drained", ("missing-tcgen05-fence",), ((MAIN, "tcgen05_fence_before_thread_sync(); __syncwarp();", "__syncwarp();"),)),
     Bug("no proxy fence after gathering", ("missing-proxy-fence",), ((LOAD, "fence_proxy_async_shared();", ""),), quick=True),
-    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),), nth=1),
+    Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),), nth=1),
     Bug("offs read before the kernels ahead have ended", ("grid-dependency",), ((MAIN, "griddepcontrol_wait();", ""),), quick=True),
     Bug("loads of sums not waited for", ("register-in-flight",), ((MAIN, "tcgen05_wait_ld();", ""),), quick=True),
     # ---- waits

@@ -134,7 +134,7 @@ BUGS: tuple[Bug, ...] = (
         ((STORE, "fence_proxy_async_shared();", ""),),
         quick=True,
     ),
-    Bug("no fence after mbarrier init", ("mbarrier",), ((MAIN, "fence_mbarrier_init();", ""),)),
+    Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),)),
     Bug("stage never released", ("deadlock",), ((MULTIPLY, "if (lane == 0) mbarrier_arrive(empty);", ""),)),
     Bug(
         "stage released before X's scales of its columns are read",

@@ -73,6 +73,19 @@ def tensor_map_matmul(a_ptr, b_ptr, c_ptr, M, N, K, BM: tl.constexpr, BN: tl.con
 
 
 @triton.jit
+def unscaled_attention(q_ptr, k_ptr, v_ptr, o_ptr, S, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    first = tl.program_id(0) * BM
+    k_map = tl.make_tensor_descriptor(k_ptr, [S, D], [D, 1], [BN, D])
+    v_map = tl.make_tensor_descriptor(v_ptr, [S, D], [D, 1], [BN, D])
+    q = tl.make_tensor_descriptor(q_ptr, [S, D], [D, 1], [BM, D]).load([first, 0])
+    acc = tl.zeros((BM, D), tl.float32)
+    for n in tl.range(0, S, BN):
+        p = tl.dot(q, k_map.load([n, 0]).T)
+        acc = tl.dot(p.to(tl.float16), v_map.load([n, 0]), acc)
+    tl.make_tensor_descriptor(o_ptr, [S, D], [D, 1], [BM, D]).store([first, 0], acc.to(tl.float16))
+
+
+@triton.jit
 def scaled_matmul(a_ptr, sa_ptr, b_ptr, sb_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     rm, rn, rk, rs = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BK // 32)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -95,8 +108,8 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def run(kernel: Any, grid: tuple[int, ...], arguments: list[Any], seed: int) -> set[str]:
-    emulator = Emulator(kernel.asm["ptx"], seed=seed, name=f"{kernel.name}.ptx")
+def run(kernel: Any, grid: tuple[int, ...], arguments: list[Any], seed: int, strict: bool = True) -> set[str]:
+    emulator = Emulator(kernel.asm["ptx"], seed=seed, name=f"{kernel.name}.ptx", strict=strict)
     program = emulator.program(kernel.name)
     values = [emulator.memory.register(x) if isinstance(x, np.ndarray) else x for x in arguments]
     values += [0] * (len(program.function.parameters) - len(values))  # scratch pointers that these kernels do not use
@@ -176,6 +189,20 @@ def test_tensor_maps_made_on_the_device(capability: int) -> None:
         scratch = np.zeros(1 << 14, np.uint8)
         assert run(kernel, (2, 2), [a, b, c, m, n, k, scratch], seed) == FOUND[capability]
         assert (np.abs(c - exact) <= 2.0**-10 * np.abs(exact) + 1e-4).all()
+
+
+@pytest.mark.parametrize(("strict", "kind"), [(False, "tolerated"), (True, "mbarrier-init")])
+def test_barriers_that_are_made_with_no_fence(strict: bool, kind: str) -> None:
+    """Triton's pipelined copies: between an mbarrier's making and a copy there is a barrier of the CTA, and no fence."""
+    signature = {"q_ptr": "*fp16", "k_ptr": "*fp16", "v_ptr": "*fp16", "o_ptr": "*fp16", "S": "i32"}
+    kernel = compile_for(90, unscaled_attention, signature, {"D": 64, "BM": 64, "BN": 32}, num_warps=4, num_stages=2)
+    if "fence.mbarrier_init" in kernel.asm["ptx"]:
+        pytest.skip("this Triton writes the fence")
+    q, k, v = (np.random.default_rng(5).standard_normal((3, 128, 64)) / 4).astype(np.float16)
+    o, scratch = np.full((128, 64), np.nan, np.float16), np.zeros(1 << 14, np.uint8)
+    assert run(kernel, (2,), [q, k, v, o, 128, scratch], 1, strict) == {kind}
+    exact = (q.astype(float) @ k.astype(float).T) @ v.astype(float)
+    assert (np.abs(o - exact) <= 2.0**-8 * (np.abs(q.astype(float)) @ np.abs(k.astype(float)).T) @ np.abs(v)).all()
 
 
 def test_scaled_matmul_is_exact() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from padless.emulator import Emulator
-from padless.emulator.units import packed_map, tensor_map
+from padless.emulator.units import packed_map, tensor_map, tma
 
 ADDRESS = 0x7F12_3456_7890
 SWIZZLES = {name: code for code, name in enumerate(tensor_map.SWIZZLES)}
@@ -54,6 +54,10 @@ RECORDED = {
 }
 
 
+# The same, of the CuTe DSL's dense GEMM in its default types: TF32 is float32 with bit 16.
+RECORDED_TF32 = (0x10000563A2, 0x800, 0, 0x7F0000003F, 0, 0x1F00000000000000, 0x7F)
+
+
 def raw_of(words: tuple[int, ...], rest: bytes = bytes(64)) -> bytes:
     return struct.pack("<8Q", ADDRESS, *words) + rest
 
@@ -93,7 +97,7 @@ def test_strides_and_dims_beyond_32_bits_keep_their_upper_halves() -> None:
     assert m.box == (16, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize("bit", [1, 11, 12, 15, 16, 19, 20, 22, 31])
+@pytest.mark.parametrize("bit", [1, 11, 12, 15, 19, 20, 22, 31])
 def test_a_bit_that_is_not_known_is_refused(bit: int) -> None:
     words = list(RECORDED["D, f32"][0])
     words[0] ^= 1 << bit
@@ -110,11 +114,89 @@ def test_so_is_one_of_another_word(word: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"), [(2 | 6 << 4, "rank 7 and element type 0"), (2 | 13 << 7, "rank 1 and element type 13")]
+    ("fields", "sentence"),
+    [
+        (2 | 6 << 4, "rank 7 and element type 0"),
+        (2 | 13 << 7, "rank 1 and element type 13"),
+        (2 | 10 << 7 | 1 << 16, "rank 1 and element type 26"),  # bfloat16 with the bit that makes TF32 of float32
+    ],
 )
 def test_ranks_and_elements_that_are_not_known(fields: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"{sentence}; known are ranks 1 to 5 and types 0, 1, 4"):
         packed_map.decode(raw_of((fields, 0, 0, 0, 0, 0, 0)))
+
+
+def test_tf32_is_read() -> None:
+    m = packed_map.decode(raw_of(RECORDED_TF32))
+    assert (m.element, m.element_bits, m.dims, m.strides) == ("tf32", 32, (64, 128, 1), (256, 32768))
+    assert (m.box, m.swizzle, m.l2_promotion) == ((32, 128, 1), "128B", 2)
+    assert tensor_map.problems(m) == ()
+
+
+# field, value, ordinal; those that this packing can say
+REPLACEMENTS = [
+    ("global_address", 0xDC_BA98_7654_3210, 0), ("rank", 2, 0), ("rank", 4, 0), ("rank", 0, 0),
+    ("elemtype", 0, 0), ("elemtype", 6, 0), ("elemtype", 10, 0), ("elemtype", 11, 0), ("elemtype", 13, 0),
+    ("swizzle_mode", 0, 0), ("swizzle_mode", 2, 0), ("swizzle_atomicity", 0, 0), ("interleave_layout", 0, 0),
+    ("fill_mode", 0, 0), *(("element_stride", 1, i) for i in range(5)),
+    *(("global_dim", (1 << 32) - 1 - 77 * i, i) for i in range(5)), *(("global_dim", 1 + i, i) for i in range(5)),
+    *(("box_dim", 256 - 31 * i, i) for i in range(5)),
+    *(("global_stride", (1 << 40) - 16 - (i << 34 | i << 9), i) for i in range(4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [RECORDED["scales of B, three groups of 3 by 3"][0], RECORDED_TF32])
+@pytest.mark.parametrize(("field", "value", "ordinal"), REPLACEMENTS)
+def test_a_replaced_field_is_that_of_the_emulators_own_map(words, field: str, value: int, ordinal: int) -> None:
+    """One field changes as in the emulator's packing, and every other field and byte stays."""
+    rest = bytes(range(64))
+    raw = raw_of(words, rest)
+    m = packed_map.decode(raw)
+    own = tensor_map.decode(tensor_map.replace(tensor_map.pack(m), field, value, ordinal))
+    new = packed_map.replace(raw, field, value, ordinal)
+    assert packed_map.decode(new) == own
+    assert new[64:] == rest
+    back = {"global_address": m.address, "rank": m.rank - 1, "swizzle_mode": m.swizzle_code}
+    if field in back:
+        assert packed_map.replace(new, field, back[field]) == raw
+    # what lies beyond the rank is kept, and there when the rank grows
+    if field != "rank":
+        five = packed_map.replace(packed_map.replace(raw, "rank", 4), field, value, ordinal)
+        assert packed_map.decode(packed_map.replace(new, "rank", 4)) == packed_map.decode(five)
+
+
+def test_random_replacements_one_after_the_other() -> None:
+    rng = np.random.default_rng(3)
+    raw = raw_of(RECORDED["scales of B, three groups of 3 by 3"][0])
+    raw = packed_map.replace(raw, "rank", 4)
+    own = tensor_map.pack(packed_map.decode(raw))
+    for _ in range(300):
+        field, value, ordinal = REPLACEMENTS[rng.integers(len(REPLACEMENTS))]
+        if field == "rank":
+            continue
+        if field.startswith("global") and field != "global_address":
+            value = int(rng.integers(1, value + 1)) & -16 or 16
+        raw, own = packed_map.replace(raw, field, value, ordinal), tensor_map.replace(own, field, value, ordinal)
+        assert packed_map.decode(raw) == tensor_map.decode(own)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ordinal", "sentence"),
+    [
+        ("element_stride", 2, 0, "element_stride: 2 has no known place in NVIDIA's packing"),
+        ("fill_mode", 1, 0, "fill_mode: 1 has no known place"),
+        ("swizzle_atomicity", 1, 0, "swizzle_atomicity: 1 has no known place"),
+        ("elemtype", 2, 0, "elemtype: 2 has no known place"),
+        ("interleave_layout", 1, 0, "interleave_layout: 1 is not a value"),
+        ("box_dim", 257, 0, "box_dim: 257 is outside"),
+        ("box_dim", 4, 5, "ordinal: 5"),
+        ("global_stride", 24, 0, "not a multiple of 16"),
+        ("rank", 5, 0, "rank: 5 is outside"),
+    ],
+)
+def test_what_cannot_be_replaced(field: str, value: int, ordinal: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        packed_map.replace(raw_of(RECORDED_TF32), field, value, ordinal)
 
 
 def test_bytes_of_no_map_are_refused() -> None:
@@ -160,6 +242,72 @@ WAIT:
     ret;
 }
 """
+
+
+REPLACE = """
+.version 8.8
+.target sm_90a
+.address_size 64
+.visible .entry replace(.param .u64 map, .param .u64 to, .param .u32 rows)
+{
+    .reg .b64 %rd<3>; .reg .b32 %r<2>;
+    ld.param.u64 %rd1, [map]; ld.param.u64 %rd2, [to]; ld.param.u32 %r1, [rows];
+    tensormap.replace.tile.global_address.global.b1024.b64 [%rd1], %rd2;
+    tensormap.replace.tile.global_dim.global.b1024.b32 [%rd1], 1, %r1;
+    ret;
+}
+"""
+
+
+@pytest.mark.parametrize("rows", [16, 5])
+def test_a_kernel_replaces_fields_and_a_copy_uses_them(rows: int) -> None:
+    """Another array, whose rows from 5 on may be out of bounds: row 2 + 3 of it is read, or zero."""
+    first, second = np.random.default_rng(2).standard_normal((2, 16, 64)).astype(np.float32)
+    out, held = np.full(1, np.nan, np.float32), np.zeros(192, np.uint8)
+    emulator = Emulator(REPLACE, seed=1)
+    words = (
+        emulator.memory.register(first),
+        2 | 1 << 4 | 7 << 7 | (256 >> 4) << 32,
+        0,
+        0,
+        63 | 7 << 32,
+        0,
+        31 << 56,
+        3,
+    )
+    at = emulator.memory.register(held)
+    start = -at % 64
+    held[start : start + 128] = np.frombuffer(struct.pack("<8Q", *words) + b"\xcd" * 64, np.uint8)
+    target = emulator.memory.register(second)
+    emulator.launch("replace", 1, 1, [at + start, target, rows]).raise_on_reports()
+    copying = Emulator(COPY, seed=1, memory=emulator.memory)
+    arguments = [bytes(128), at + start, emulator.memory.register(out)]
+    copying.launch("copy", 1, 1, arguments).raise_on_reports()
+    assert out[0] == (second[5, 33] if rows > 5 else 0)
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_copies_of_tf32_round_to_nearest_even(tf32: bool) -> None:
+    """Every tie, infinity and NaN in reach: 10 bits of mantissa, infinities and NaN as they are."""
+    bits = np.random.default_rng(4).integers(0, 1 << 32, (16, 64), dtype=np.uint32)
+    bits[5, 32:48] = (
+        0x3F801000, 0x3F803000, 0x3F801001, 0x3F800FFF, 0x7F7FF000, 0x7F7FEFFF, 0x7F800000, 0xFF800000, 0x7F801000,
+        0x7FC00001, 0x80001000, 0x00000001, 0x007FF800, 0xBF801000, 0xBF807FFF, 0,
+    )  # fmt: skip
+    want = bits.copy()
+    finite = np.isfinite(bits.view(np.float32))
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        exact = bits.view(np.float32).astype(np.float64)
+    step = np.spacing(np.abs(exact).astype(np.float32)).astype(np.float64) * 2.0**13
+    with np.errstate(all="ignore"):
+        rounded = np.where(np.abs(exact) < 2.0**128, np.round(exact / step) * step, 0).astype(np.float32)
+    if tf32:
+        want = np.where(finite, rounded.view(np.uint32) & 0x7FFFFFFF | bits & 0x80000000, bits)
+    m = packed_map.decode(raw_of((2 | 1 << 4 | 7 << 7 | tf32 << 16 | 16 << 32, 0, 0, 63 | 15 << 32, 0, 31 << 56, 3)))
+    plan = tma.plan(m, (32, 2), 128)
+    shared, memory = np.zeros(1024, np.uint8), bits.view(np.uint8).reshape(-1)
+    tma.load(plan, lambda a, n: memory[(a - np.uint64(ADDRESS)).astype(int)[:, None] + np.arange(n)], shared)
+    assert shared[128:640].view(np.uint32).tolist() == want[2:6, 32:].reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("where", ["a parameter", "global memory"])

@@ -80,12 +80,15 @@ TRUE = {
 def set_value(e: Emitter) -> None:
     e.only(*ALLOWED)
     d, a, b, *c = e.operands
-    value = combined(e, comparison(e, a, b, e.types[-1]), c)
-    if e.types[0] not in TRUE:
-        e.unsupported()
-    view, true = TRUE[e.types[0]]
-    value = f"np.where({value}, {true}, 0)"
-    if e.types[0].endswith("x2"):
+    to, of = e.types
+    packed = of.endswith("x2")
+    if to not in TRUE or to not in ((of, "u32", "s32") if packed else TRUE.keys() - {"f16x2", "bf16x2"}):
+        e.unsupported(f"a result of type .{to} for operands of type .{of}")
+    view, true = TRUE[to]
+    if packed:  # each half of an integer is 0xFFFF or 0
+        true &= 0xFFFF
+    value = f"np.where({combined(e, comparison(e, a, b, of), c)}, {true}, 0)"
+    if packed:
         value += ".astype(np.uint16).view(np.uint32)"
     e.assign(e.destination(d, view), value)
 

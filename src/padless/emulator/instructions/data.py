@@ -10,6 +10,7 @@ from padless.emulator.instructions.async_store import asynchronous_store
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.prepare.registry import helper, instruction
 from padless.emulator.ptx.ast import Immediate, Register, Sink, Symbol, Vector
+from padless.emulator.ptx.types import type_size
 from padless.emulator.state import atomics, memory_access
 from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.memory_access import PIECES, MemoryAccess, local_pieces, parameter_pieces
@@ -34,17 +35,20 @@ def move(e: Emitter) -> None:
     if isinstance(d, Register) and isinstance(a, Register) and a.name in DYNAMIC:
         e.assign(e.destination(d, DYNAMIC[a.name]), f"w.launch.clock({a.name!r})")
     elif isinstance(a, Vector) and e.type == "b128":
+        part_bits(e, a)
         for k, item in enumerate(a.items):
             e.assign(e.half(d, k), e.source(item, "u64"))
     elif isinstance(a, Vector):
-        total = sum(e.width(i) for i in a.items)
-        parts = ", ".join(e.source(i, f"u{8 * total // len(a.items)}") for i in a.items)
-        e.assign(e.destination(d, f"u{8 * total}"), f"np.stack(({parts},), 1).view(np.uint{8 * total})[:, 0]")
+        each, total = part_bits(e, a), 8 * type_size(e.type)
+        parts = ", ".join(e.source(i, f"u{each}") for i in a.items)
+        e.assign(e.destination(d, f"u{total}"), f"np.stack(({parts},), 1).view(np.uint{total})[:, 0]")
     elif isinstance(d, Vector) and e.type == "b128":
+        part_bits(e, d)
         for k, item in enumerate(d.items):
-            e.assign(e.destination(item, "u64"), e.half(a, k, write=False))
+            if not isinstance(item, Sink):
+                e.assign(e.destination(item, "u64"), e.half(a, k, write=False))
     elif isinstance(d, Vector):
-        each = 8 * max(e.width(i) for i in d.items if isinstance(i, Register))
+        each = part_bits(e, d)
         temporary, source = f"t{e.instruction.index}", e.source(a, f"u{each * len(d.items)}")
         e.emit(f"{temporary} = {source}.view(np.uint{each}).reshape(32, -1).copy()")
         for k, item in enumerate(d.items):
@@ -59,6 +63,14 @@ def move(e: Emitter) -> None:
             e.batched("same", d, a)
         if isinstance(a, Symbol):
             e.preparation.uses.add("symbols")
+
+
+def part_bits(e: Emitter, vector: Vector) -> int:
+    """Bits of an element of a vector that a mov packs or unpacks: literals have no width of their own."""
+    size, count = 8 * type_size(e.type), len(vector.items)
+    if count not in (2, 4) or size // count not in ((64,) if size == 128 else (8, 16, 32)):
+        e.unsupported(f"{count} elements in {size} bits")
+    return size // count
 
 
 @helper

@@ -13,7 +13,7 @@ from padless.emulator.ptx.ast import Immediate
 from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.site import Site, lanes_of
 from padless.emulator.state.warp import Warp
-from padless.emulator.units import tensor_map
+from padless.emulator.units import packed_map, tensor_map
 
 BYTES = 128
 
@@ -84,7 +84,7 @@ def replace_field(e: Emitter) -> None:
         if not any(raw):  # kernels may build a map from nothing, field by field
             raw = blank_tensor_map()
         try:
-            new = tensor_map.replace(raw, field, site.value(value_slot), ordinal)
+            new = packed_map.replace(raw, field, site.value(value_slot), ordinal)
         except ValueError as error:
             site.fault(f"tensormap.replace: {error}")
         buffer[:] = np.frombuffer(new, np.uint8)

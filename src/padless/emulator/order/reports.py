@@ -21,6 +21,7 @@ KINDS = {
     "register-in-flight": "a register of an unfinished asynchronous instruction is touched before its wait",
     "missing-wgmma-fence": "registers of a wgmma were read or written since the last wgmma.fence",
     "mbarrier": "an mbarrier used against its rules",
+    "mbarrier-init": "an mbarrier initialised against its rules, in order with all its uses and idle when made again",
     "deadlock": "no warp can go on",
     "divergence": "an .aligned or .sync instruction that not all of its lanes reach together",
     "tensor-memory": "tensor memory used outside its allocation, leaked, or freed wrongly",

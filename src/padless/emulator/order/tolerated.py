@@ -9,6 +9,10 @@ TOLERATED = "tolerated"
 
 def tolerance(kind: str, instruction: Instruction | None, other: Instruction | None) -> str:
     """What the ISA says, of a finding that NVIDIA's own kernels give rise to on chips that run them right; else ""."""
+    if kind == "mbarrier-init" and instruction is not None:
+        if "init" in instruction.modifiers:
+            return "memory that holds an mbarrier is made another by mbarrier.inval alone (PTX ISA, mbarrier.inval)"
+        return "mbarrier.init is ordered before the async proxy by a fence alone (PTX ISA, async proxy)"
     loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
     if kind == "missing-tcgen05-fence":
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from padless.emulator.errors import EmulatorError
+from padless.emulator.errors import EmulatorError, refusing
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Function, Instruction, Label, Module
 from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, TRAP, Block
@@ -41,14 +41,15 @@ def find_blocks(function: Function, emitted: dict[int, Emitter], module: Module)
         end = block.terminator
         if end is None or block.kind not in (BRANCH, INDEXED):
             continue
-        try:
-            if block.kind == BRANCH:
-                (symbol,) = end.operands
-                block.target = labels[str(symbol)]
-            else:
-                block.targets = tuple(labels[name] for name in function.branch_targets[str(end.operands[1])])
-        except KeyError as error:
-            raise EmulatorError(f"{module.name}:{end.line}: no label {error}") from None
+        with refusing(module, end):
+            try:
+                if block.kind == BRANCH:
+                    (symbol,) = end.operands
+                    block.target = labels[str(symbol)]
+                else:
+                    block.targets = tuple(labels[name] for name in function.branch_targets[str(end.operands[1])])
+            except KeyError as error:
+                raise EmulatorError(f"no label {error}") from None
     return blocks
 
 

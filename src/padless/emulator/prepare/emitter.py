@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from padless.emulator.errors import EmulatorError, UnsupportedInstruction
+from padless.emulator.errors import EmulatorError, refusal
 from padless.emulator.ptx.ast import (
     Address,
     Function,
@@ -143,10 +143,7 @@ class Emitter:
             self.unsupported(f"type .{self.type}")
 
     def unsupported(self, why: str = "") -> NoReturn:
-        raise UnsupportedInstruction(
-            f"{self.preparation.module.name}:{self.instruction.line}: `{self.instruction}` is not supported"
-            + (f" ({why})" if why else "")
-        )
+        raise refusal(self.preparation.module, self.instruction, why)
 
     def has(self, *modifiers: str) -> bool:
         return all(m in self.modifiers for m in modifiers)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.errors import EmulatorError, UnsupportedInstruction
+from padless.emulator.errors import EmulatorError, UnsupportedInstruction, refusal, refusing
 from padless.emulator.prepare.control_flow import find_blocks, find_joins
 from padless.emulator.prepare.emitter import Emitter, Preparation, immediate_bits
 from padless.emulator.prepare.registry import HELPERS, emit
 from padless.emulator.ptx.ast import Call, Function, Instruction, Label, Module, Register, Symbol, Variable
-from padless.emulator.state.program import BRANCH, EXIT, INDEXED, SYNC, TERMINATORS, Block, Program
+from padless.emulator.state.program import BRANCH, EXIT, GENERATED, INDEXED, SYNC, TERMINATORS, Block, Program
 
 MOST_INSTRUCTIONS = 1 << 20  # of a kernel with its calls inlined
 MOST_CALLS = 20  # one within another
@@ -38,17 +38,18 @@ def prepare(module: Module, entry: str) -> Program:
                 emitted[statement.index] = emit(preparation, statement)
     blocks = find_blocks(function, emitted, module)
     for block in blocks:
-        if block.terminator is not None and block.terminator.guard is not None:
-            cls, row = preparation.row(block.terminator.guard.name)
-            block.guard = preparation.slot(cls, row, "pred")
-            block.guard_negated = block.terminator.guard_negated
-        if block.kind == INDEXED and block.terminator is not None:
-            index = block.terminator.operands[0]
-            assert isinstance(index, Register)
-            block.target = preparation.slot(*preparation.row(index.name), "u32")
+        if block.terminator is None:
+            continue
+        with refusing(module, block.terminator):
+            emitter = Emitter(preparation, block.terminator)
+            if block.terminator.guard is not None:
+                block.guard = emitter.source_slot(block.terminator.guard, "pred")
+                block.guard_negated = block.terminator.guard_negated
+            if block.kind == INDEXED:
+                block.target = emitter.source_slot(block.terminator.operands[0], "u32")
     find_joins(blocks)
-    _compile(blocks, emitted, preparation)
-    return _program(entry, module, function, blocks, ordered, preparation)
+    whose = _compile(blocks, emitted, preparation)
+    return _program(entry, module, function, blocks, ordered, preparation, whose)
 
 
 def _layout(variables: Iterable[Variable], at: int = 0, least: int = 1) -> tuple[dict[str, tuple[int, int]], int]:
@@ -63,7 +64,13 @@ def _layout(variables: Iterable[Variable], at: int = 0, least: int = 1) -> tuple
 
 
 def _program(
-    entry: str, module: Module, function: Function, blocks: list[Block], ordered: list[Instruction], p: Preparation
+    entry: str,
+    module: Module,
+    function: Function,
+    blocks: list[Block],
+    ordered: list[Instruction],
+    p: Preparation,
+    whose: list[Instruction],
 ) -> Program:
     parameters, parameter_bytes = _layout(function.parameters)
     mentioned = {name for _, name, _ in p.symbol_rows}
@@ -79,7 +86,7 @@ def _program(
         entry, module, function, blocks, ordered, p.rows, p.slots, p.constants, p.specials,
         [(cls, row, name, off) for (cls, name, off), row in p.symbol_rows.items()],
         names, [p.row_of[n] for n in names], parameters, parameter_bytes, local, local_bytes, static | dynamic, end,
-        max([16, *(v.alignment for v in variables)]), p.granule, p.uses,
+        max([16, *(v.alignment for v in variables)]), p.granule, whose, p.uses,
     )  # fmt: skip
 
 
@@ -172,9 +179,10 @@ def _inlined_size(module: Module, function: Function, depth: int, known: dict[st
 SHORTEST_BATCH = 3
 
 
-def _lines(emitters: list[Emitter], preparation: Preparation) -> list[str]:
-    """The code of a block, with runs of independent instructions of one kind merged into one array operation."""
-    lines: list[str] = []
+def _lines(emitters: list[Emitter], preparation: Preparation) -> list[tuple[str, Instruction]]:
+    """The code of a block, with runs of independent instructions of one kind merged into one array operation; each line
+    with its instruction, or the first of its run."""
+    lines: list[tuple[str, Instruction]] = []
     at = 0
     while at < len(emitters):
         first = emitters[at].batch
@@ -189,13 +197,13 @@ def _lines(emitters: list[Emitter], preparation: Preparation) -> list[str]:
             written.add(item[1].name)
             run.append(item)
         if first is None or len(run) < SHORTEST_BATCH:
-            lines += emitters[at].lines
+            lines += [(line, emitters[at].instruction) for line in emitters[at].lines]
             at += 1
             continue
         rows = [_rows_of(preparation, [item[1] for item in run])]
         rows += [_rows_of(preparation, [item[2][k] for item in run]) for k in range(len(first[2]))]
         names = [emitters[at].name(array, "rows") for array in rows]
-        lines.append(f"batch(w, m, {first[0]}, {', '.join(names)})")
+        lines.append((f"batch(w, m, {first[0]}, {', '.join(names)})", emitters[at].instruction))
         at += len(run)
     return lines
 
@@ -210,8 +218,10 @@ def _rows_of(preparation: Preparation, operands: list[Any]) -> Any:
     return np.array([row(operand) for operand in operands])
 
 
-def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Preparation) -> None:
+def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Preparation) -> list[Instruction]:
+    """Make the blocks' functions. Returns whose code each line of theirs is."""
     text: list[str] = []
+    whose: list[Instruction] = []
     for block in blocks:
         block.count = len(block.instructions) + (block.kind in (BRANCH, EXIT, INDEXED))
         written = 0
@@ -245,8 +255,14 @@ def _compile(blocks: list[Block], emitted: dict[int, Emitter], preparation: Prep
         lines = _lines([emitted[i.index] for i in block.instructions], preparation)
         if lines:
             text.append(f"def block{block.index}(w, v, m):")
-            text.extend("    " + line for line in lines)
+            text.extend("    " + line for line, _ in lines)
+            whose += [lines[0][1], *(instruction for _, instruction in lines)]
     preparation.names.update(HELPERS)
-    exec(compile("\n".join(text), f"<{preparation.module.name}>", "exec"), preparation.names)
+    try:
+        code = compile("\n".join(text), GENERATED, "exec")
+    except SyntaxError as error:
+        raise refusal(preparation.module, whose[(error.lineno or 1) - 1], error) from error
+    exec(code, preparation.names)
     for block in blocks:
         block.run = preparation.names.get(f"block{block.index}")
+    return whose

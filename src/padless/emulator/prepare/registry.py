@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from padless.emulator.errors import refusing
 from padless.emulator.prepare.emitter import Emitter, Preparation
 from padless.emulator.ptx.ast import Instruction
 
@@ -54,11 +55,12 @@ def helper(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def emit(preparation: Preparation, instruction: Instruction) -> Emitter:
     """The emitter of one instruction, after the opcode's function has run on it."""
-    emitter = Emitter(preparation, instruction)
-    opcode = instruction.opcode
-    floating = bool(emitter.types) and emitter.type.startswith(("f", "bf"))
-    function = (FLOATING.get(opcode) if floating else None) or EMITTERS.get(opcode)
-    if function is None:
-        emitter.unsupported("unknown instruction")
-    function(emitter)
-    return emitter
+    with refusing(preparation.module, instruction):
+        emitter = Emitter(preparation, instruction)
+        opcode = instruction.opcode
+        floating = bool(emitter.types) and emitter.type.startswith(("f", "bf"))
+        function = (FLOATING.get(opcode) if floating else None) or EMITTERS.get(opcode)
+        if function is None:
+            emitter.unsupported("unknown instruction")
+        function(emitter)
+        return emitter

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial, wraps
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+from padless.emulator.program.autocast import cast
 from padless.emulator.program.device import Chip
 
 MARK = "_padless_on_gpu"
@@ -22,11 +24,15 @@ def is_gpu(device: Any) -> bool:
     return isinstance(named, str) and named.startswith("cuda")
 
 
-def pretend(chip: Chip) -> Callable[[ModuleType], None]:
-    """A change of torch: it sees `chip`."""
+Refuse = Callable[[str], None]
+
+
+def pretend(chip: Chip, refuse: Refuse) -> Callable[[ModuleType], None]:
+    """A change of torch: it sees `chip`. refuse: is given a sentence about what is not there."""
 
     def change(torch: ModuleType) -> None:
         cuda = torch.cuda
+        absent = partial(fail, refuse, GRAPHS)
         answers: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
             "device_count": lambda: 1, "empty_cache": lambda: None,
@@ -39,15 +45,42 @@ def pretend(chip: Chip) -> Callable[[ModuleType], None]:
             "Stream": Stream, "Event": Event, "device": lambda device=None: nullcontext(),
             "stream": lambda stream=None: nullcontext(), "device_of": lambda tensor=None: nullcontext(),
             "manual_seed": lambda seed: None, "manual_seed_all": lambda seed: None, "_lazy_init": lambda: None,
+            "CUDAGraph": absent, "graph": absent, "make_graphed_callables": absent, "graph_pool_handle": absent,
         }  # fmt: skip
         for name, answer in answers.items():
             setattr(cuda, name, answer)
         torch._C._cuda_getCurrentRawStream = lambda device=0: 0
         if torch.version.cuda is None:
             torch.version.cuda = "13.0"
-        mode_of(torch).__enter__()
+        torch.compile = compiler(torch, refuse)
+        mode_of(torch, refuse).__enter__()
 
     return change
+
+
+GRAPHS = "torch.cuda's graphs are not emulated: kernels run when they are launched; call the function itself"
+
+
+def fail(refuse: Refuse, sentence: str, *_: Any, **__: Any) -> NoReturn:
+    refuse(sentence)
+    raise NotImplementedError(sentence)
+
+
+def compiler(torch: ModuleType, refuse: Refuse) -> Callable[..., Any]:
+    """What stands for torch.compile: with backend="eager", which compiles nothing, the function itself; with any other
+    a function that refuses when it is called. A module is refused here."""
+
+    def compile(model: Any = None, *, backend: Any = "inductor", **options: Any) -> Any:
+        if model is None:
+            return partial(compile, backend=backend, **options)
+        if backend == "eager" or options.get("disable"):
+            return model
+        sentence = f'torch.compile with backend={backend!r} is not emulated; backend="eager" runs the same function'
+        if isinstance(model, torch.nn.Module):
+            fail(refuse, sentence)
+        return wraps(model)(partial(fail, refuse, sentence))
+
+    return compile
 
 
 def properties(chip: Chip) -> SimpleNamespace:
@@ -101,7 +134,7 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-def mode_of(torch: ModuleType) -> Any:
+def mode_of(torch: ModuleType, refuse: Refuse) -> Any:
     """The mode of torch functions under which "cuda" is the CPU."""
     from torch.overrides import TorchFunctionMode
 
@@ -126,6 +159,15 @@ def mode_of(torch: ModuleType) -> Any:
                 mark(each)
         return value
 
+    made_parameter = torch.nn.Parameter.__new__
+
+    def new_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        """A parameter of a tensor on the GPU is there too; the mode does not see it made."""
+        made = made_parameter(cls, data, requires_grad)
+        return mark(made) if marked(data) else made
+
+    torch.nn.Parameter.__new__ = new_parameter
+
     class OnTheCpu(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
@@ -147,6 +189,8 @@ def mode_of(torch: ModuleType) -> Any:
             cpu = torch.device("cpu")
             args = tuple(cpu if is_gpu(v) and not isinstance(v, tensor) else v for v in args)
             kwargs = {k: cpu if is_gpu(v) and not isinstance(v, tensor) else v for k, v in kwargs.items()}
+            if on_gpu:
+                args, kwargs = cast(torch, func, args, kwargs, refuse)
             made = func(*args, **kwargs)
             if func is tensor.to and any(moved) and not on_gpu and made is args[0]:
                 made = made.clone()

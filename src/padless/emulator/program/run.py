@@ -125,7 +125,7 @@ def install(
     private_folders(library.folder)
     Changes(
         {
-            "torch": pretend(described),
+            "torch": pretend(described, refuse),
             "cuda.bindings.nvrtc": remember_cubins(loader.remember),
             "triton.backends.nvidia.compiler": leave_ptx,
         }

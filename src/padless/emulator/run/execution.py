@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
 
 from padless.emulator.checks.registers import check_busy, check_written
+from padless.emulator.errors import EmulatorError, refusal
 from padless.emulator.state.barriers import threads_ended
 from padless.emulator.state.launch import Launch
-from padless.emulator.state.program import BRANCH, EXIT, FALL, INDEXED, SYNC, TRAP, Block
+from padless.emulator.state.program import BRANCH, EXIT, FALL, GENERATED, INDEXED, SYNC, TRAP, Block
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Token
 from padless.emulator.units.number_formats import Array
@@ -49,7 +51,12 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
                 active = True if active.all() else active
             if active is True or active.any():
                 assert b.sync is not None
-                f.wait = b.sync(f, active)
+                try:
+                    f.wait = b.sync(f, active)
+                except EmulatorError:
+                    raise
+                except Exception as error:
+                    raise unforeseen(launch, b, error) from error
                 if f.wait is not None:
                     break
             f.block = b.next
@@ -62,7 +69,12 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
             budget -= 1
             continue
         if b.run is not None:
-            b.run(w, v, m)
+            try:
+                b.run(w, v, m)
+            except EmulatorError:
+                raise
+            except Exception as error:
+                raise unforeseen(launch, b, error) from error
         if kind == FALL:
             f.block = b.next
         elif kind == BRANCH:
@@ -100,6 +112,13 @@ def execute(launch: Launch, f: Fragment, observe: Observer | None) -> None:
                 break
             m = f.active
     launch.statistics.warp_instructions += executed
+
+
+def unforeseen(launch: Launch, b: Block, error: Exception) -> EmulatorError:
+    """The refusal of the instruction of a block in which an error that is not the emulator's own was raised."""
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == GENERATED]
+    instruction = launch.program.whose[lines[0] - 1] if lines else b.instructions[0]
+    return refusal(launch.program.module, instruction, error)
 
 
 def guarded(f: Fragment, b: Block) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.order.memory_order import CLUSTER, CTA, reads_of
-from padless.emulator.order.race import BEFORE, TENSOR, merge
+from padless.emulator.order.race import BASE, BEFORE, TENSOR, merge
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
@@ -50,6 +50,15 @@ class Mbarrier:
     def state(self) -> str:
         text = f"phase {self.phase} (parity {self.phase & 1}), {self.pending} of {self.expected} arrivals pending"
         return text + (f", {self.tx} bytes outstanding" if self.tx else "")
+
+    def idle(self, row: int, clocks: Any) -> bool:
+        """Nothing of a phase has come yet, and the lane with this row knows that the last one is over."""
+        if self.tx or self.pending != self.expected:
+            return False
+        if clocks is None:
+            return True
+        known = clocks.time[BASE, row]
+        return bool(known[self.init_stamp[0]] >= self.init_stamp[1] and known[self.column] >= self.phase)
 
     def complete(self, parity: int) -> bool:
         return self.phase & 1 != parity
@@ -134,9 +143,9 @@ def find_mbarrier(
             site.report("mbarrier", message, bar.instruction)
         elif (asynchronous or outside) and not bar.init_fenced and clocks.time[1, site.row, column] < event:
             site.report(
-                "mbarrier",
-                f"{bar.name} is used by the async proxy or another CTA with no fence.mbarrier_init or fence.proxy.async "
-                "after its initialisation",
+                "mbarrier" if outside else "mbarrier-init",
+                f"{bar.name} is used by {'another CTA' if outside else 'the async proxy'} with no fence.mbarrier_init "
+                "or fence.proxy.async after its initialisation",
                 bar.instruction,
             )
     return bar

@@ -12,6 +12,8 @@ from padless.emulator.ptx.ast import Function, Instruction, Module
 FALL, BRANCH, EXIT, INDEXED, SYNC, TRAP = range(6)
 TERMINATORS = {"bra": BRANCH, "brx": INDEXED, "exit": EXIT, "ret": EXIT, "trap": TRAP, "brkpt": TRAP}
 
+GENERATED = "<generated>"  # the file name of generated code
+
 
 @dataclass(slots=True)
 class Block:
@@ -59,6 +61,7 @@ class Program:
     static_shared_bytes: int
     shared_alignment: int
     granule: int  # bytes of the finest shared-memory access, the grain of the race shadow
+    whose: list[Instruction]  # of each line of the generated code
     uses: set[str] = field(default_factory=set)
 
     def names_of(self, bits: int) -> str:

@@ -18,7 +18,7 @@ from padless.emulator.run.machine import Machine
 from padless.emulator.state.barriers import BarrierWait
 from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import Mbarrier, MbarrierWait
-from padless.emulator.state.program import SYNC, Block
+from padless.emulator.state.program import EXIT, SYNC, Block
 from padless.emulator.state.register_pool import PartitionedPool
 from padless.emulator.state.schedule import Schedule
 from padless.emulator.state.site import Site
@@ -170,11 +170,11 @@ class TimedMachine(Machine):
         for latency, registers in cost.later:
             latency = max(latency, fed - start)
             self._pending.setdefault(w, []).append((start + latency, registers))
-        if cost.signal is None and b.kind != SYNC:
+        if cost.signal is None and b.kind not in (SYNC, EXIT):
             self._times[f] = end
             return False
         self._due[f] = end
-        at = end if b.kind == SYNC else min(end, start + (cost.signal or 0.0))
+        at = end if b.kind in (SYNC, EXIT) else min(end, start + (cost.signal or 0.0))
         self._times[f] = at
         if at <= self.now:
             self._times[f] = self._due.pop(f)

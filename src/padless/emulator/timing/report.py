@@ -7,7 +7,10 @@ from padless.emulator.timing.timeline import ROLES, Timeline
 
 
 def phases(timeline: Timeline) -> list[tuple[str, float]]:
-    """(name, cycles): until the first load, from there to the first product, products, and after the last."""
+    """(name, cycles): until the first load, from there to the first product, products, and after the last; one phase
+    where there is no product."""
+    if "product" not in timeline.marks:
+        return [("all of it, without a product", timeline.cycles)]
     first_load = timeline.marks.get("load", (0.0, 0.0))[0]
     low, high = timeline.window()
     first_load = min(first_load, low)
@@ -27,7 +30,7 @@ def lines_of(timeline: Timeline) -> list[str]:
     out = [
         f"{chip.name}: {timeline.cycles:,.0f} cycles, {microseconds[0]:.2f} to {microseconds[1]:.2f} us at "
         f"{high_ghz:g} to {low_ghz:g} GHz, on {len(timeline.sms)} multiprocessors",
-        f"binding between the first product and the last: {timeline.binding()}",
+        f"binding{' between the first product and the last' * ('product' in timeline.marks)}: {timeline.binding()}",
         "",
         f"{'phase':32s}{'cycles':>12s}",
     ]

@@ -155,10 +155,11 @@ def encode_tiled(
     wrong = problems(m)
     if wrong:
         raise ValueError("; ".join(wrong))
-    return _pack(m)
+    return pack(m)
 
 
-def _pack(m: TensorMap) -> bytes:
+def pack(m: TensorMap) -> bytes:
+    """The 128 bytes of a map, legal or not."""
     pad = 5 - m.rank
     dims = m.dims + (1,) * pad
     fields = m.data_type | (m.rank - 1) << 4 | m.swizzle_code << 7 | m.nan_fill << 12
@@ -205,8 +206,11 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
     ``problems`` says so when it is used. Raises ValueError for values that do not fit the field and for layouts that
     are not modelled.
     """
-    m = decode(raw)
-    tail = bytes(raw)[64:BYTES]
+    return pack(changed(decode(raw), field, value, ordinal))[:64] + bytes(raw)[64:BYTES].ljust(64, b"\0")
+
+
+def changed(m: TensorMap, field: str, value: int, ordinal: int) -> TensorMap:
+    """The map after `replace`. Raises ValueError as that does."""
     if field in _VECTORS:
         attribute, (low, high) = _VECTORS[field]
         old = getattr(m, attribute)
@@ -217,24 +221,24 @@ def replace(raw: bytes, field: str, value: int, ordinal: int = 0) -> bytes:
         if field == "global_stride" and value % 16:
             raise ValueError(f"global_stride: {value} bytes is not a multiple of 16")
         if ordinal >= len(old):  # a dimension that a map of this rank does not have
-            return bytes(raw)[:BYTES].ljust(BYTES, b"\0")
-        changed: dict[str, Any] = {attribute: (*old[:ordinal], value, *old[ordinal + 1 :])}
-        m = _replace(m, **changed)
-    elif field == "global_address":
-        m = _replace(m, address=value & (1 << 64) - 1)
-    elif field == "rank":
-        m = _with_rank(m, value + 1)
-    elif field == "elemtype" and 0 <= value < len(_PTX_ELEMENTS):
-        m = _replace(m, data_type=_PTX_ELEMENTS[value])
-    elif field == "swizzle_mode" and 0 <= value <= 3:
-        m = _replace(m, swizzle_code=value)
-    elif field == "swizzle_atomicity" and (value == 0 or (value == 1 and m.swizzle_code in (3, 4))):
-        m = _replace(m, swizzle_code=4 if value else min(m.swizzle_code, 3))
-    elif field == "fill_mode" and value in (0, 1):
-        m = _replace(m, nan_fill=bool(value))
-    elif field != "interleave_layout" or value:
+            return m
+        new: dict[str, Any] = {attribute: (*old[:ordinal], value, *old[ordinal + 1 :])}
+        return _replace(m, **new)
+    if field == "global_address":
+        return _replace(m, address=value & (1 << 64) - 1)
+    if field == "rank":
+        return _with_rank(m, value + 1)
+    if field == "elemtype" and 0 <= value < len(_PTX_ELEMENTS):
+        return _replace(m, data_type=_PTX_ELEMENTS[value])
+    if field == "swizzle_mode" and 0 <= value <= 3:
+        return _replace(m, swizzle_code=value)
+    if field == "swizzle_atomicity" and (value == 0 or (value == 1 and m.swizzle_code in (3, 4))):
+        return _replace(m, swizzle_code=4 if value else min(m.swizzle_code, 3))
+    if field == "fill_mode" and value in (0, 1):
+        return _replace(m, nan_fill=bool(value))
+    if field != "interleave_layout" or value:
         raise ValueError(f"{field}: {value} is not a value the emulator models")
-    return _pack(m)[:64] + tail.ljust(64, b"\0")
+    return m
 
 
 _VECTORS = {

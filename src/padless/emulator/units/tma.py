@@ -41,6 +41,7 @@ class Transfer:
         problems: broken rules, one sentence each.
         fill: uint8 (granule,), what an out-of-bounds piece reads as.
         data: bytes of every 16 of shared memory that a load writes; it leaves the others undefined.
+        tf32: a load rounds its 32-bit elements to TF32.
     """
 
     granule: int
@@ -51,6 +52,7 @@ class Transfer:
     problems: tuple[str, ...]
     fill: Array
     data: int = 16
+    tf32: bool = False
 
 
 def plan(
@@ -118,6 +120,7 @@ def plan(
         tuple(problems),
         _fill(m, granule),
         data or 16,
+        m.element == "tf32",
     )
 
 
@@ -151,9 +154,19 @@ def load(transfer: Transfer, gather: Callable[[Array, int], Array], shared: Arra
     elif transfer.in_bounds.any():
         data = data.copy()
         data[transfer.in_bounds] = gather(transfer.global_address[transfer.in_bounds], transfer.granule)
+    if transfer.tf32:
+        data = _round_to_tf32(data)
     _pieces(shared, transfer.granule)[transfer.shared_address // transfer.granule] = data
     if transfer.data < 16:
         _pieces(shared, 16)[np.unique(transfer.shared_address // 16), transfer.data :] = _UNDEFINED
+
+
+def _round_to_tf32(data: Array) -> Array:
+    """Float32 bytes rounded to nearest even at ten bits of mantissa, infinities and NaN as they are: what hardware was
+    seen to do (triton-lang/triton pull request 11751, on sm_120)."""
+    bits = np.ascontiguousarray(data).view(np.uint32)
+    rounded = bits + 0xFFF + (bits >> 13 & 1) & 0xFFFFE000
+    return np.where(bits & 0x7F800000 == 0x7F800000, bits, rounded).astype(np.uint32).view(np.uint8)
 
 
 def store(transfer: Transfer, shared: Array, scatter: Callable[[Array, Array], None]) -> None:
