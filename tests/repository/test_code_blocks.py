@@ -1,7 +1,7 @@
 """Python blocks of README and of every page: run as they would be pasted, the blocks of a page one after the other.
 
-A block that cannot be run here stands under a comment that readers do not see, `<!-- not run: a checkpoint -->`, with one of
-`REASONS`. It is parsed, and what it takes from padless must exist.
+A block that cannot be run here stands under a comment that readers do not see, `<!-- not run: a checkpoint -->`, with
+one of `REASONS`. It is parsed, and what it takes from padless must exist.
 """
 
 from __future__ import annotations
@@ -96,15 +96,28 @@ def unknown(code: str) -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether it is a module, or an attribute of one. torchao's module needs torchao: its text counts."""
-    if name.startswith("padless.integrations.torchao"):
-        defined = ast.parse((ROOT / "src/padless/integrations/torchao.py").read_text()).body
-        return name.rpartition(".")[2] in {"torchao", *(getattr(node, "name", "") for node in defined)}
+    """Whether it is a module, or an attribute of one. Plug-ins are read: their frameworks may be absent."""
     module, _, attribute = name.rpartition(".")
+    if name.startswith("padless.integrations."):
+        return file_of(name) is not None or attribute in names_of(file_of(module))
     try:
         return hasattr(import_module(module), attribute) or bool(import_module(name))
     except ImportError:
         return False
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT / "src" / module.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+def names_of(file: Path | None) -> set[str]:
+    """Functions, classes and imported names of a file."""
+    found: set[str] = set()
+    for node in ast.parse(file.read_text()).body if file else []:
+        found |= {each.asname or each.name for each in node.names} if isinstance(node, ast.ImportFrom) else set()
+        found |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+    return found
 
 
 def test_what_is_wrong_is_seen() -> None:
@@ -118,5 +131,12 @@ def test_what_is_wrong_is_seen() -> None:
     assert raised.traceback[-1].lineno == 10
     with pytest.raises(NameError, match="grouped_gemm"):
         run("page.md", [Block(1, "grouped_gemm(a, b, offs)", None)])
-    code = "import padless\nfrom padless.moe import moe, nothing\npadless.moe.moe(x).sum()\npadless.nn.None_\nimport padless.no\n"
-    assert unknown(code) == ["padless.moe.nothing", "padless.no", "padless.nn.None_"]
+    code = """
+import padless.no
+from padless.moe import moe, nothing
+from padless.integrations.torchao import PadlessWeight, Other
+padless.moe.moe(x).sum()
+padless.nn.Nothing
+"""
+    missing = ["padless.integrations.torchao.Other", "padless.moe.nothing", "padless.nn.Nothing", "padless.no"]
+    assert sorted(unknown(code)) == missing
