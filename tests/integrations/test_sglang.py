@@ -181,11 +181,12 @@ def test_other_backends_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks, calls = plugin("hooks"), []
     monkeypatch.setattr(hooks, "get_moe_runner_backend", lambda: SimpleNamespace(value="triton"))
     method = method_of()
-    hooks.create_moe_runner(lambda *arguments: calls.append(arguments), method, "layer", "config")
-    assert calls == [(method, "layer", "config")]
+    hooks.create_moe_runner(lambda *given, **named: calls.append((given, named)), method, "layer", config="c", more=1)
+    assert calls == [((method, "layer"), {"config": "c", "more": 1})]
     assert method.runner is None
     method.runner = SimpleNamespace(runner_backend=SimpleNamespace(value="triton"))
-    assert hooks.apply(lambda *arguments: arguments, method, "layer", "rows") == (method, "layer", "rows")
+    assert hooks.apply(lambda *arguments: arguments, method, "layer", "rows", 1) == (method, "layer", "rows", 1)
+    assert hooks.apply(lambda *arguments: arguments, object(), "layer", "rows")[1:] == ("layer", "rows")
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_gpt_oss_layer() -> None:
 
 
 def test_checkpoints_that_are_claimed() -> None:
-    from padless.integrations.vllm.quantization import PadlessConfig
+    from padless.integrations.vllm.config import PadlessConfig
 
     claim = PadlessConfig.override_quantization_method
     for method in ("fp8", "mxfp4", "gpt_oss_mxfp4"):

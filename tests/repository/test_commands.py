@@ -1,4 +1,4 @@
-"""Commands that README, CONTRIBUTING, the first pages and the lessons show, run as far as it goes without a GPU.
+"""Commands that README, CONTRIBUTING and pages show: each is run, as far as it goes without a GPU and without CI.
 
 `make` targets are run dry; options of `padless` commands are parsed, and those that measure say that they need a GPU.
 Whole runs: tests/demo (demo), test_docs.py (docs), test_readme_measured.py (readme), tests/kernels/test_digests.py
@@ -8,8 +8,10 @@ test_learn.py (lessons, with every break).
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -24,10 +26,9 @@ from typer.testing import CliRunner
 from padless import cli
 from support.ragged import ROOT
 
-PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/commands.md")),
-    *sorted((ROOT / "docs" / "learn").glob("*.md")),
-]
+RECORDED = re.compile(r"\d{4}-\d{2}-\d{2}-")  # pages that a tool wrote on the day of a run
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [path for path in sorted((ROOT / "docs").rglob("*.md")) if not RECORDED.match(path.name)]
 TOOLS = ("make", "padless", "python", "pytest", "pre-commit", "pip", ".venv/bin/python")
 START = re.compile(rf"(?:{'|'.join(map(re.escape, TOOLS))}) [^`]+")
 
@@ -45,10 +46,17 @@ def commands_of(text: str) -> list[str]:
         found += [code for code in (first, *others) if START.fullmatch(code)]
         if line.startswith("|") and first.startswith("padless bench "):
             found += [f"padless bench {name}" for name in others if " " not in name]
-    return sorted({re.split(r"\s+(?:#|>) ", command)[0].strip() for command in found})
+    return sorted({without_brackets(re.split(r"\s+(?:#|>) ", command)[0].strip()) for command in found})
 
 
-COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())})
+def without_brackets(command: str) -> str:
+    """`--a [--b x|y] [more]` as it may be called: `--a --b x`."""
+    return re.sub(r" \[(--[^\]|]+)[^\]]*\]", r" \1", re.sub(r" \[(?!--)[^\]]*\]", "", command))
+
+
+# What begins like a command: a contender's name, an option without the number that it takes, a file that a reader has.
+NO_COMMANDS = {"padless bf16", "padless emulate --mutate", "padless emulate --program script.py"}
+COMMANDS = sorted({command for page in PAGES for command in commands_of(page.read_text())} - NO_COMMANDS)
 
 
 def of(tool: str) -> list[str]:
@@ -72,6 +80,7 @@ def padless(*arguments: str) -> Result:
 
 
 def test_commands_are_found():
+    assert without_brackets("padless a b --c [--d x|y] [--e z] [more]") == "padless a b --c --d x --e z"
     table = "| `padless bench one`, `two` | `padless t` |"
     text = f"`make x`\n```\npadless a --b # c\nno\n```\n```text\nmake y\n```\n{table}\nso `python x.py > y` is `z`"
     assert commands_of(text) == ["make x", "padless a --b", "padless bench one", "padless bench two", "python x.py"]
@@ -109,15 +118,52 @@ def test_what_measures_says_that_it_needs_a_gpu(command, monkeypatch, tmp_path, 
     assert re.fullmatch(r"padless: .*(GPU|Hopper|Blackwell).*\n", capsys.readouterr().err)
 
 
+class Parsed(Exception):
+    """A script has taken its arguments."""
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, script: str, *arguments: str) -> None:
+    """Runs a script until it has parsed its arguments. Exits, as the script would, where they are wrong."""
+    whole = argparse.ArgumentParser.parse_args
+
+    def parse_args(*given: object, **named: object) -> None:
+        whole(*given, **named)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(Parsed):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+
+
 @pytest.mark.parametrize("command", [*of("python"), *of(".venv/bin/python"), *of("pytest")])
-def test_scripts_run_and_named_tests_exist(command):
-    words = [word for word in shlex.split(command) if word not in ("python", ".venv/bin/python", "-m", "pytest")]
+def test_scripts_take_their_arguments_and_named_tests_exist(command, monkeypatch):
+    words = [word for word in shlex.split(command) if word not in ("python", ".venv/bin/python", "--run-slow")]
+    if words[0] == "-m":
+        script = ROOT / "src" / (words[1].replace(".", "/") + ".py")
+        assert script.exists() or words[1] == "pytest" or not words[1].startswith("padless")
+        words = words[2:] if words[1] == "pytest" else []
+    if words[:1] == ["pytest"]:
+        words = words[1:]
+    if not words:
+        return
     assert (ROOT / words[0]).exists(), command
-    if words[0].startswith("tools/"):
-        assert run(sys.executable, *words, "--help").returncode == 0
-    elif words[0].startswith("docs/learn/"):
+    if words[0].startswith("docs/learn/"):
         found = run(sys.executable, *words)
         assert found.returncode == (1 if "--break" in words else 0), found.stderr
+    elif words[0].startswith("tests/"):
+        return
+    elif "argparse" in (ROOT / words[0]).read_text():
+        parse(monkeypatch, *words)
+    else:
+        assert not [word for word in words if word.startswith("-")], command
+
+
+def test_wrong_arguments_of_a_script_are_seen(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(monkeypatch, "tools/mutants.py", "run", "RECORD", "--no-such-option")
+    assert stop.value.code == 2
+    assert "--no-such-option" in capsys.readouterr().err
 
 
 def test_hooks_that_are_to_be_installed_are_configured():

@@ -76,6 +76,10 @@ class PadlessWeight(TrainingWeightWrapperBaseTensor):
         return out if out_dtype is None else out.to(out_dtype)
 
 
+# What a saved state is made of: torch.load takes classes that are named to it, and so do distributed checkpoints.
+torch.serialization.add_safe_globals([PadlessTrainingOpConfig, PadlessWeight])
+
+
 @register_quantize_module_handler(PadlessTrainingOpConfig)
 def _wrap_parameters(module: nn.Module, config: PadlessTrainingOpConfig) -> nn.Module:
     """Wraps the module's own parameters of three dimensions; biases and what is wrapped already stay."""

@@ -11,12 +11,14 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from padless.integrations import NAME
+from padless.integrations.engines import Engine
 
 if find_spec("sglang") is None:
     raise ImportError("padless.integrations.sglang needs SGLang 0.5.23: pip install 'padless[sglang]'")
 
 __all__ = ["NAME", "register"]
 
+ENGINE = Engine(name="SGLang", package="sglang", first="0.5.23", end="0.6", option=f"--moe-runner-backend {NAME}")
 _METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
 _registered = False
 
@@ -24,20 +26,23 @@ _registered = False
 def register() -> None:
     """Names the runner "padless" on SGLang's command line and hooks its FP8 experts; calling it again changes nothing.
 
-    SGLang applies the hooks when all plug-ins are loaded. Layers of other runners go through them unchanged.
+    SGLang calls it in each process, with any model, and applies the hooks when all plug-ins are loaded. Layers of other
+    runners go through them unchanged. Where SGLang's internals are others it logs one line and registers nothing.
     """
     global _registered
-    if _registered:
-        return
+    if not _registered:
+        _registered = True
+        ENGINE.open(_register)
+
+
+def _register() -> None:
     from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
     from sglang.srt.layers.moe.moe_runner import register_moe_runner_core
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from padless.integrations.sglang import hooks
-    from padless.integrations.sglang.runner import PadlessRunnerCore
 
-    register_moe_runner_core(NAME, PadlessRunnerCore)
+    register_moe_runner_core(NAME, hooks.runner_core)
     add_moe_runner_backend_choices([NAME])
     HookRegistry.register(f"{_METHOD}.create_moe_runner", hooks.create_moe_runner, HookType.AROUND)
     HookRegistry.register(f"{_METHOD}.apply", hooks.apply, HookType.AROUND)
-    _registered = True

@@ -11,22 +11,28 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from padless.integrations import NAME
+from padless.integrations.engines import Engine
 
 if find_spec("vllm") is None:
     raise ImportError("padless.integrations.vllm needs vLLM 0.33: pip install 'padless[vllm]'")
 
 __all__ = ["NAME", "register"]
 
+ENGINE = Engine(name="vLLM", package="vllm", first="0.33", end="0.34", option=f"--quantization {NAME}")
+
 
 def register() -> None:
-    """Registers the quantization "padless" for FP8 and MXFP4 checkpoints, in this process; again changes nothing."""
-    from vllm.model_executor.layers.quantization import (
-        QUANTIZATION_METHODS,
-        get_quantization_config,
-        register_quantization_config,
-    )
+    """Registers the quantization "padless" for FP8 and MXFP4 checkpoints, in this process; again changes nothing.
 
-    from padless.integrations.vllm.quantization import PadlessConfig
+    vLLM calls it in each process, with any model. Where its internals are others it logs one line and vLLM goes on; in
+    versions that are not served the quantization is a name that says so to whoever gives it.
+    """
+    ENGINE.open(_register, others=True)
 
-    if NAME not in QUANTIZATION_METHODS or get_quantization_config(NAME) is not PadlessConfig:
-        register_quantization_config(NAME)(PadlessConfig)
+
+def _register() -> None:
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from padless.integrations.vllm.config import PadlessConfig
+
+    register_quantization_config(NAME)(PadlessConfig)

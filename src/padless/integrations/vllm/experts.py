@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEActivationFormat,
+    FusedMoEExpertsModular,
+    TopKWeightAndReduce,
+)
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     QuantKey,
@@ -21,6 +25,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
+from padless.integrations.vllm import ENGINE
 from padless.integrations.weights import WeightCache
 from padless.moe.layer import moe
 from padless.runtime.devices import CAPABILITIES
@@ -36,7 +41,7 @@ _WITHOUT_GATE = {
 _GATED = (MoEActivation.SILU, MoEActivation.GELU_TANH, MoEActivation.SWIGLUOAI, MoEActivation.SWIGLUOAI_UNINTERLEAVE)
 
 
-class PadlessExperts(mk.FusedMoEExpertsModular):
+class PadlessExperts(FusedMoEExpertsModular):
     """FP8 experts with 128 x 128 blocks, and MXFP4 experts, for vLLM's modular kernel.
 
     w1 (E, 2 I, H) and w2 (E, H, I) stay as vLLM's loaders leave them, gate above up; nothing is repacked or padded.
@@ -46,14 +51,14 @@ class PadlessExperts(mk.FusedMoEExpertsModular):
 
     def __init__(self, moe_config: Any, quant_config: Any, **arguments: Any) -> None:
         super().__init__(moe_config, quant_config, **arguments)
-        self._cache = WeightCache("start vLLM without --quantization padless")
+        self._cache = WeightCache(ENGINE.remedy)
 
     # --- what vLLM asks before it takes the class ---
 
     @staticmethod
-    def activation_format() -> mk.FusedMoEActivationFormat:
+    def activation_format() -> FusedMoEActivationFormat:
         """Rows of tokens as they are, (T, H)."""
-        return mk.FusedMoEActivationFormat.Standard
+        return FusedMoEActivationFormat.Standard
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -92,7 +97,7 @@ class PadlessExperts(mk.FusedMoEExpertsModular):
 
     # --- the layer ---
 
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         """Nothing is left to do: `apply` weights and sums."""
         return TopKWeightAndReduceNoOP()
 

@@ -15,61 +15,22 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-from padless.integrations import NAME
+from padless.integrations.vllm import ENGINE
+from padless.integrations.vllm.config import METHODS
 from padless.integrations.vllm.experts import FP8_SCHEME, MXFP4_SCHEME, PadlessExperts
 
-_METHODS = ("fp8", "mxfp4", "gpt_oss_mxfp4")
-_REMEDY = "start vLLM without --quantization padless"
 
-
-class PadlessConfig(QuantizationConfig):
-    """What `--quantization padless` names: `from_config` gives the configuration for the checkpoint's own method."""
-
-    @classmethod
-    def get_name(cls) -> str:
-        """The name on the command line."""
-        return NAME
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Dtypes of hidden states."""
-        return [torch.bfloat16, torch.half]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """Hopper."""
-        return 90
-
-    @classmethod
-    def get_config_filenames(cls) -> list[str]:
-        """None: the model's config.json says all."""
-        return []
-
-    @classmethod
-    def override_quantization_method(
-        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
-    ) -> str | None:
-        """ "padless" for FP8 and MXFP4 checkpoints of a user who said `--quantization padless`, else None."""
-        if user_quant != NAME or not isinstance(hf_quant_cfg, dict):
-            return None
-        return NAME if hf_quant_cfg.get("quant_method") in _METHODS else None
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
-        """The configuration for a checkpoint's quantization_config. Raises ValueError for another method."""
-        method = config.get("quant_method")
-        if method == "fp8":
-            return PadlessFp8Config.from_config(config)
-        if method in _METHODS:
-            return PadlessMxfp4Config.from_config(config)
-        raise ValueError(
-            f"quant_method is {method!r}; --quantization padless takes checkpoints of 'fp8' in 128 x 128 blocks and "
-            f"gpt-oss' 'mxfp4': {_REMEDY}"
-        )
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
-        """Nothing: a model without a quantization_config has nothing to compute by padless."""
-        raise ValueError(f"the checkpoint is not quantized; --quantization padless needs one that is: {_REMEDY}")
+def configuration(config: dict[str, Any]) -> QuantizationConfig:
+    """The configuration for a checkpoint's quantization_config. Raises ValueError for a method not in `METHODS`."""
+    method = config.get("quant_method")
+    if method == "fp8":
+        return PadlessFp8Config.from_config(config)
+    if method in METHODS:
+        return PadlessMxfp4Config.from_config(config)
+    raise ValueError(
+        f"quant_method is {method!r}; --quantization padless takes checkpoints of 'fp8' in 128 x 128 blocks and "
+        f"gpt-oss' 'mxfp4': {ENGINE.remedy}"
+    )
 
 
 class PadlessFp8Config(Fp8Config):
@@ -82,7 +43,8 @@ class PadlessFp8Config(Fp8Config):
         super().__init__(*arguments, **named)
         if self.weight_block_size != [128, 128]:
             raise ValueError(
-                f"weight_block_size is {self.weight_block_size}; --quantization padless takes [128, 128]: {_REMEDY}"
+                f"weight_block_size is {self.weight_block_size}; --quantization padless takes [128, 128]: "
+                f"{ENGINE.remedy}"
             )
 
     @classmethod
@@ -137,7 +99,7 @@ class PadlessMxfp4Config(GptOssMxfp4Config):
         return 90
 
     @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None) -> None:
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, **_more: Any) -> None:
         """None: `PadlessConfig` is the class that is registered."""
         return
 
@@ -182,4 +144,4 @@ def _check_supported(moe_config: Any, scheme: tuple[Any, Any]) -> None:
         PadlessExperts, moe_config, *scheme, PadlessExperts.activation_format()
     )
     if not supported:
-        raise ValueError(f"padless does not compute this layer's experts ({reason}): {_REMEDY}")
+        raise ValueError(f"padless does not compute this layer's experts ({reason}): {ENGINE.remedy}")
