@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from padless.integrations import NAME
+
 _log = logging.getLogger(__name__)
 
 
@@ -74,6 +76,10 @@ class Engine:
 
     def _version(self) -> str:
         return str(getattr(import_module(self.package), "__version__", "of no version"))
+
+
+VLLM = Engine(name="vLLM", package="vllm", first="0.33", end="0.34", option=f"--quantization {NAME}")
+SGLANG = Engine(name="SGLang", package="sglang", first="0.5.23", end="0.6", option=f"--moe-runner-backend {NAME}")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

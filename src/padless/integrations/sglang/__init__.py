@@ -11,14 +11,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from padless.integrations import NAME
-from padless.integrations.engines import Engine
+from padless.integrations.engines import SGLANG
 
 if find_spec("sglang") is None:
     raise ImportError("padless.integrations.sglang needs SGLang 0.5.23: pip install 'padless[sglang]'")
 
 __all__ = ["NAME", "register"]
 
-ENGINE = Engine(name="SGLang", package="sglang", first="0.5.23", end="0.6", option=f"--moe-runner-backend {NAME}")
 _METHOD = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod"
 _registered = False
 
@@ -32,7 +31,7 @@ def register() -> None:
     global _registered
     if not _registered:
         _registered = True
-        ENGINE.open(_register)
+        SGLANG.open(_register)
 
 
 def _register() -> None:

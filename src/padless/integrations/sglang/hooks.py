@@ -12,7 +12,7 @@ from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
 
 from padless.integrations import NAME
-from padless.integrations.sglang import ENGINE
+from padless.integrations.engines import SGLANG
 
 _RUNNER = "padless.integrations.sglang.runner"
 _REMEDY = "choose another --moe-runner-backend"
@@ -20,7 +20,7 @@ _REMEDY = "choose another --moe-runner-backend"
 
 def runner_core(config: Any) -> Any:
     """PadlessRunnerCore(config). Raises ValueError in an SGLang that it cannot be made of."""
-    return ENGINE.load(_RUNNER).PadlessRunnerCore(config)
+    return SGLANG.load(_RUNNER).PadlessRunnerCore(config)
 
 
 def create_moe_runner(original: Callable[..., Any], method: Any, *arguments: Any, **named: Any) -> Any:
@@ -62,4 +62,4 @@ def _check(method: Any, config: Any) -> None:
         )
     if config.no_combine:
         raise ValueError(f"no_combine is set; the runner padless sums the experts of a token: {_REMEDY}")
-    ENGINE.load(_RUNNER).activation_arguments(config)
+    SGLANG.load(_RUNNER).activation_arguments(config)

@@ -11,14 +11,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from padless.integrations import NAME
-from padless.integrations.engines import Engine
+from padless.integrations.engines import VLLM
 
 if find_spec("vllm") is None:
     raise ImportError("padless.integrations.vllm needs vLLM 0.33: pip install 'padless[vllm]'")
 
 __all__ = ["NAME", "register"]
-
-ENGINE = Engine(name="vLLM", package="vllm", first="0.33", end="0.34", option=f"--quantization {NAME}")
 
 
 def register() -> None:
@@ -27,7 +25,7 @@ def register() -> None:
     vLLM calls it in each process, with any model. Where its internals are others it logs one line and vLLM goes on; in
     versions that are not served the quantization is a name that says so to whoever gives it.
     """
-    ENGINE.open(_register, others=True)
+    VLLM.open(_register, others=True)
 
 
 def _register() -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from padless.integrations import NAME
-from padless.integrations.vllm import ENGINE
+from padless.integrations.engines import VLLM
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,8 @@ class PadlessConfig(QuantizationConfig):
 
         Raises ValueError for another method, and in a vLLM that is not served.
         """
-        return ENGINE.load("padless.integrations.vllm.quantization").configuration(config)
+        return VLLM.load("padless.integrations.vllm.quantization").configuration(config)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
         """Nothing: a model without a quantization_config has nothing to compute by padless."""
-        raise ValueError(f"the checkpoint is not quantized; --quantization padless needs one that is: {ENGINE.remedy}")
+        raise ValueError(f"the checkpoint is not quantized; --quantization padless needs one that is: {VLLM.remedy}")

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.platforms import current_platform
 
-from padless.integrations.vllm import ENGINE
+from padless.integrations.engines import VLLM
 from padless.integrations.weights import WeightCache
 from padless.moe.layer import moe
 from padless.runtime.devices import CAPABILITIES
@@ -51,7 +51,7 @@ class PadlessExperts(FusedMoEExpertsModular):
 
     def __init__(self, moe_config: Any, quant_config: Any, **arguments: Any) -> None:
         super().__init__(moe_config, quant_config, **arguments)
-        self._cache = WeightCache(ENGINE.remedy)
+        self._cache = WeightCache(VLLM.remedy)
 
     # --- what vLLM asks before it takes the class ---
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, GptOssMxfp4MoEMethod
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
-from padless.integrations.vllm import ENGINE
+from padless.integrations.engines import VLLM
 from padless.integrations.vllm.config import METHODS
 from padless.integrations.vllm.experts import FP8_SCHEME, MXFP4_SCHEME, PadlessExperts
 
@@ -29,7 +29,7 @@ def configuration(config: dict[str, Any]) -> QuantizationConfig:
         return PadlessMxfp4Config.from_config(config)
     raise ValueError(
         f"quant_method is {method!r}; --quantization padless takes checkpoints of 'fp8' in 128 x 128 blocks and "
-        f"gpt-oss' 'mxfp4': {ENGINE.remedy}"
+        f"gpt-oss' 'mxfp4': {VLLM.remedy}"
     )
 
 
@@ -43,8 +43,7 @@ class PadlessFp8Config(Fp8Config):
         super().__init__(*arguments, **named)
         if self.weight_block_size != [128, 128]:
             raise ValueError(
-                f"weight_block_size is {self.weight_block_size}; --quantization padless takes [128, 128]: "
-                f"{ENGINE.remedy}"
+                f"weight_block_size is {self.weight_block_size}; --quantization padless takes [128, 128]: {VLLM.remedy}"
             )
 
     @classmethod
@@ -144,4 +143,4 @@ def _check_supported(moe_config: Any, scheme: tuple[Any, Any]) -> None:
         PadlessExperts, moe_config, *scheme, PadlessExperts.activation_format()
     )
     if not supported:
-        raise ValueError(f"padless does not compute this layer's experts ({reason}): {ENGINE.remedy}")
+        raise ValueError(f"padless does not compute this layer's experts ({reason}): {VLLM.remedy}")
