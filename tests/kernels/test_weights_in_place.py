@@ -82,7 +82,7 @@ def test_weights_are_read_where_they_are(route: Route) -> None:
 
 @pytest.mark.parametrize("route", [r for r in ROUTES if r.b != FP8_BLOCK.name], ids=name_of)
 def test_contiguous_and_tiled_scales_are_still_taken(route: Route) -> None:
-    """Contiguous scales, which are copied where their rows are no multiple of 16 or 4 bytes, and tiles, which are not."""
+    """Contiguous scales, copied where their rows are no multiple of 16 or 4 bytes, and tiles, which are not."""
     k = 320  # 10 or 20 scales a row
     t = weights(route.b, 1 if route.operation == "gemm" else 3, k)
     plain = t.scale.view(torch.uint8).contiguous().view(t.scale.dtype)
