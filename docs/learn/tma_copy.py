@@ -28,7 +28,7 @@ LESSON = Lesson(
     "sm_90a",
     run,
     {
-        "no-init-fence": "mbarrier",
+        "no-init-fence": "mbarrier-init",
         "no-init-sync": "mbarrier",
         "too-few-bytes": "deadlock",
         "too-many-bytes": "deadlock",

@@ -1,4 +1,4 @@
-"""How an mbarrier comes to be: what foreign compilers leave out and chips let pass is tolerated, defects stay errors."""
+"""Initialisations of mbarriers: what foreign compilers leave out and chips let pass is tolerated, defects stay errors."""
 
 # ruff: noqa: E501  (lines of CUDA are kept whole)
 

@@ -52,7 +52,7 @@ def pretend(chip: Chip, refuse: Refuse) -> Callable[[ModuleType], None]:
         torch._C._cuda_getCurrentRawStream = lambda device=0: 0
         if torch.version.cuda is None:
             torch.version.cuda = "13.0"
-        torch.compile = compiler(torch, refuse)
+        vars(torch)["compile"] = compiler(torch, refuse)
         mode_of(torch, refuse).__enter__()
 
     return change
