@@ -7,16 +7,18 @@ import torch
 
 from padless.testing import exchange
 from padless.testing.ranks import RankError, RankPool, raise_first, run_ranks
-from support import ep_cases
+from support import ep_cases, ep_edges
+
+CASES = [name for name in ep_cases.CASES if name not in ep_edges.CASES]  # those are in test_edges.py
 
 
 @pytest.fixture(scope="module")
 def on_gloo() -> dict[str, str | None]:
     """The outcome of every case, from one start of two processes."""
-    return ep_cases.run()
+    return ep_cases.run(names=CASES)
 
 
-@pytest.mark.parametrize("name", ep_cases.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_two_processes(name: str, on_gloo: dict[str, str | None]) -> None:
     assert on_gloo[name] is None, on_gloo[name]
 

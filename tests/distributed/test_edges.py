@@ -1,4 +1,4 @@
-"""Ranks that have little or nothing: what needs no processes, and more draws than `test_collective` has."""
+"""Ranks that have little or nothing, in gloo processes, and what of it needs none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from padless.distributed.placement import place
 from padless.distributed.row_format import RowFormat, as_bytes
 from padless.testing.ranks import Rank, raise_first, run_ranks
 from padless.verify.ranks.exchange import Ranks
-from support import ep_edges
+from support import ep_cases, ep_edges
+
+
+@pytest.fixture(scope="module")
+def on_gloo() -> dict[str, str | None]:
+    """The outcome of every case, from one start of two processes."""
+    return ep_cases.run(names=list(ep_edges.CASES))
+
+
+@pytest.mark.parametrize("name", ep_edges.CASES)
+def test_two_processes(name: str, on_gloo: dict[str, str | None]) -> None:
+    assert on_gloo[name] is None, on_gloo[name]
 
 
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (3, 1), (0, 64), (1, 64)])

@@ -99,9 +99,9 @@ def moe(
         backend: of the products, as in `padless.grouped_gemm`.
         ep: a `padless.distributed.ExpertParallel`: the experts are spread over its ranks. w13, w2, biases and global
             scales are then those of ep.local_experts alone, top_k_index is of all E experts, the call is collective, and
-            `ExpertParallel.combine` states the sum, with rows in the type of x or quantized before they are sent. To that
-            sum shared is added in float32, with one rounding to out_dtype. Where the layer is differentiable and grad mode
-            is on, the result requires grad, since other ranks' x may.
+            `ExpertParallel.combine` states the sum, with rows in the type of x or quantized before they are sent. To
+            it shared is added in float32, with one rounding to out_dtype. Where the layer is differentiable and grad
+            mode is on, the result requires grad, since other ranks' x may.
 
     A token's row depends, bit for bit, on its own x, ids, weights and shared row and on the weights alone, not on the
     tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. With ep: memory is for its
