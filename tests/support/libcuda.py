@@ -34,7 +34,9 @@ struct CUlaunchConfig {
     unsigned numAttrs;
 };
 
+static int capabilities[] = {103, 90};  // of devices but 1, and of 1
 static std::mutex guard;
+static bool are_read = true;  // arguments of a launch: two tensor maps, a pointer, a number
 static std::string log_text, failing;
 static int failing_code;
 static thread_local std::vector<void*> contexts;  // the last one is current
@@ -63,8 +65,10 @@ const char* stub_log() {
 }
 void stub_forget() { std::lock_guard<std::mutex> hold(guard); log_text.clear(); }
 void stub_fail(const char* name, int code) { failing = name; failing_code = code; }
+void stub_reads_arguments(int yes) { are_read = yes; }
 void* stub_current() { return current(); }
 int stub_device() { return current_device(); }
+void stub_set_capabilities(int first, int second) { capabilities[0] = first; capabilities[1] = second; }
 void stub_set_device(int device) { contexts.assign(1, (void*)(0xC0000000000ull + device)); }
 
 CUresult cuInit(unsigned flags) { return record("cuInit", "%u", flags); }
@@ -73,7 +77,8 @@ CUresult cuGetErrorString(CUresult code, const char** text) {
     return *text ? 0 : 1;
 }
 CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
-    *value = attribute == 16 ? 132 + device : attribute == 75 ? 10 - device : attribute == 76 ? 3 - 3 * device : -1;
+    int capability = capabilities[device == 1];
+    *value = attribute == 16 ? 132 + device : attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : -1;
     return record("cuDeviceGetAttribute", "%d %d", attribute, device);
 }
 CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -131,11 +136,18 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params
         attributes += " " + std::to_string(a.id);
         for (int k = 0; k < 3; ++k) attributes += (k ? "," : ":") + std::to_string(a.value.dim[k]);
     }
+    std::string values;
+    if (are_read) {
+        char line[100];
+        const unsigned char* map = (const unsigned char*)params[0];
+        snprintf(line, sizeof line, "map=%02x%02x pointer=%p number=%d ", map[0], map[255], *(void**)params[1],
+                 *(int*)params[2]);
+        values = line;
+    }
     return record("cuLaunchKernelEx", "grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p attributes=%u%s function=%p "
-                  "map=%02x%02x pointer=%p number=%d extra=%p context=%p", c->gridX, c->gridY, c->gridZ, c->blockX,
-                  c->blockY, c->blockZ, c->sharedMemBytes, c->stream, c->numAttrs, attributes.c_str(), function,
-                  ((unsigned char*)params[0])[0], ((unsigned char*)params[0])[255], *(void**)params[1],
-                  *(int*)params[2], (void*)extra, current());
+                  "%sextra=%p context=%p", c->gridX, c->gridY, c->gridZ, c->blockX, c->blockY, c->blockZ,
+                  c->sharedMemBytes, c->stream, c->numAttrs, attributes.c_str(), function, values.c_str(),
+                  (void*)extra, current());
 }
 }
 """
@@ -150,6 +162,8 @@ class Stub:
         library.stub_current.restype = ctypes.c_void_p
         library.stub_fail(b"", 0)
         library.stub_set_device(0)
+        library.stub_reads_arguments(1)
+        library.stub_set_capabilities(103, 90)
         library.stub_forget()
 
     @property
