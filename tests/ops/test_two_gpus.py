@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import padless
+from padless import NVFP4, moe
 from padless.kernels.table import ROUTES
 from padless.runtime import driver
 from padless.runtime.driver import CudaDriver, DriverError
 from support import libcuda
+from support.public_calls import GROUPS, OFFS, K, M, N, normal
 
 pytest.importorskip("triton")
 
@@ -95,6 +98,34 @@ def test_the_first_stays_current_after_an_error(library: ctypes.CDLL, calls: dic
             with pytest.raises(DriverError, match="CUresult 700"):
                 calls[name]()
             assert gpus.current == 0
+
+
+ROWS, IDS = normal(M, K).bfloat16(), torch.arange(2 * M).view(M, 2) % GROUPS
+SCALE, SCALES = torch.tensor(0.01), normal(GROUPS).abs()
+ON_THE_FIRST: dict[str, tuple[str, Made, torch.Tensor]] = {
+    "quantize": ("offs", lambda: padless.quantize(ROWS, NVFP4, offs=OFFS), OFFS),
+    "route_quantize": ("global_scale", lambda: moe.route_quantize(ROWS, IDS, GROUPS, NVFP4, global_scale=SCALE), SCALE),
+    "gather_quantize": ("global_scale", lambda: moe.gather_quantize(ROWS, IDS.int(), NVFP4, global_scale=SCALE), SCALE),
+    "activate_quantize, offs": ("offs", lambda: activated(), OFFS),
+    "activate_quantize, scales": ("global_scale", lambda: activated(), SCALES),
+    "grouped_gemm": ("offs", lambda: padless.grouped_gemm(ROWS, PLAIN, OFFS), OFFS),
+}
+PLAIN = normal(GROUPS, N, K).bfloat16()
+
+
+def activated() -> Any:
+    return moe.activate_quantize(ROWS, moe.Activation("swiglu"), NVFP4, global_scale=SCALES, offs=OFFS)
+
+
+@pytest.mark.parametrize("name", ON_THE_FIRST)
+def test_a_tensor_of_the_other_gpu_is_refused(library: ctypes.CDLL, name: str) -> None:
+    """Before anything is launched: a kernel that reads another GPU's memory ends the process's use of its own."""
+    argument, call, tensor = ON_THE_FIRST[name]
+    with two_gpus.pretended(library, HOPPER) as gpus:
+        gpus.on_the_first.add(tensor.data_ptr())
+        with pytest.raises(ValueError, match=rf"{argument} is on cuda:0 and \w+ on cuda:1; they must be on one device"):
+            call()
+        assert (gpus.of_triton, gpus.of_cuda) == (0, [])
 
 
 # --- graphs of a layer -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A process with two GPUs, of which tensors are on the second and the first is current: nothing is computed.
 
-Tensors lie in the CPU's memory and say that they are on the second GPU. CUDA kernels are launched into a libcuda that
+Tensors lie in the CPU's memory and say that they are on the second GPU, but for those that are named. CUDA kernels are launched into a libcuda that
 fails in a wrong context, as the real one; a stand-in for Triton's launches, which are on the current device, asks where
 the tensors are.
 """
@@ -33,13 +33,12 @@ _MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "randn", "tensor"
 
 
 def _on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the CPU for the second GPU among its arguments."""
+    """The function with the CPU for a GPU among its arguments."""
 
-    def made(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: "cpu" if value == SECOND else value for name, value in kwargs.items()}
-        return function(*("cpu" if isinstance(a, torch.device) and a == SECOND else a for a in args), **kwargs)
+    def there(value: Any) -> Any:
+        return "cpu" if isinstance(value, torch.device) and value.type == "cuda" else value
 
-    return made
+    return lambda *args, **kwargs: function(*map(there, args), **{name: there(v) for name, v in kwargs.items()})
 
 
 class TwoGpus:
@@ -47,6 +46,10 @@ class TwoGpus:
 
     def __init__(self, library: ctypes.CDLL, stub: libcuda.Stub) -> None:
         self._library, self._stub, self.of_triton = library, stub, 0
+        self.on_the_first: set[int] = set()  # addresses of tensors
+
+    def index_of(self, t: torch.Tensor) -> int:
+        return 0 if t.data_ptr() in self.on_the_first else SECOND.index
 
     @property
     def of_cuda(self) -> list[str]:
@@ -103,8 +106,9 @@ def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[Two
         for name in _MAKERS:
             patch.setattr(torch, name, _on_the_cpu(getattr(torch, name)))
         patch.setattr(torch.Tensor, "to", _on_the_cpu(torch.Tensor.to))
-        for name, answer in {"is_cuda": True, "device": SECOND, "get_device": lambda t: SECOND.index}.items():
-            patch.setattr(torch.Tensor, name, answer, raising=False)
+        where = property(lambda t: torch.device("cuda", gpus.index_of(t)))
+        for name, of_tensors in {"is_cuda": True, "device": where, "get_device": lambda t: gpus.index_of(t)}.items():
+            patch.setattr(torch.Tensor, name, of_tensors, raising=False)
         yield gpus
     for cache in _CACHES:
         cache.cache_clear()
