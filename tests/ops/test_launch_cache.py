@@ -137,9 +137,7 @@ def test_the_dense_product_is_remembered_too_and_apart(device: Device) -> None:
 
 
 @pytest.mark.parametrize("moved", ["a", "offs", "out"])
-def test_addresses_of_another_gpu_are_another_call(
-    device: Device, monkeypatch: pytest.MonkeyPatch, moved: str
-) -> None:
+def test_addresses_of_another_gpu_are_another_call(device: Device, monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
     """An address that one GPU gave back may be another one's next."""
     a, b, offs = operands()
     out, elsewhere = empty_out(), set[int]()

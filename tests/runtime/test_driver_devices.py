@@ -88,9 +88,7 @@ def test_a_thread_without_a_context_has_none_afterwards(stub: Stub, device: int)
     assert launched_in(stub) == [CONTEXTS[device]] * 2
 
 
-def test_a_device_that_torch_names_before_its_context_is_current(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_torch_names_before_its_context_is_current(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes a device without a context current lazily: what it names need not be what the driver has."""
     driver = CudaDriver()
     launch = launch_on(driver, 1)

@@ -1,8 +1,8 @@
 """A process with two GPUs, of which tensors are on the second and the first is current: nothing is computed.
 
-Tensors lie in the CPU's memory and say that they are on the second GPU, but for those that are named. CUDA kernels are launched into a libcuda that
-fails in a wrong context, as the real one; a stand-in for Triton's launches, which are on the current device, asks where
-the tensors are.
+Tensors lie in the CPU's memory and say that they are on the second GPU, but for those that are named. CUDA kernels are
+launched into a libcuda that fails in a wrong context, as the real one; a stand-in for Triton's launches, which are on
+the current device, asks where the tensors are.
 """
 
 from __future__ import annotations

@@ -112,7 +112,9 @@ def _cuda(device: torch.device | None = None) -> Backend:
         return Backend("cuda", False, str(error))
     if missing := _compiler_missing():
         return Backend("cuda", False, missing)
-    return Backend("cuda", True, f"{torch.cuda.get_device_name(device)}, kernels compiled with NVRTC {jit.nvrtc_version()}")
+    return Backend(
+        "cuda", True, f"{torch.cuda.get_device_name(device)}, kernels compiled with NVRTC {jit.nvrtc_version()}"
+    )
 
 
 def _emulator(name: str, architecture: str) -> Backend:

@@ -158,7 +158,7 @@ class CudaDriver:
 
     @contextmanager
     def context_of(self, device: int) -> Iterator[None]:
-        """Makes torch's context of ``device`` current in this thread; what was current, if any, is so again behind it."""
+        """Makes torch's context of ``device`` current in this thread; afterwards what was current, if any, is so again."""
         if device not in self._contexts:
             context = ctypes.c_void_p()
             self._check("cuDevicePrimaryCtxRetain", self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
@@ -255,11 +255,11 @@ class _CudaLaunch:
         if call is None:
             call = self._calls[stream] = self._call(stream)
         code = call() if current_device() == self._device else _INVALID_CONTEXT
-        # A device that torch names need not have its context current: torch makes one current when it is needed.
-        if code == _INVALID_CONTEXT or code == _INVALID_HANDLE:
-            with self._driver.context_of(self._device):
-                code = call()
         if code != 0:
+            # A device that torch names need not have its context current: torch makes one current when it is needed.
+            if code in (_INVALID_CONTEXT, _INVALID_HANDLE):
+                with self._driver.context_of(self._device):
+                    code = call()
             self._driver._check("cuLaunchKernelEx", code)
 
     def _call(self, stream: int) -> Callable[[], int]:

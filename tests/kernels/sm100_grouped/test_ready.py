@@ -153,7 +153,7 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
     assert list(jobs) == [
         "quantizers agree", "training quantizers agree", "emulator agrees on formats", "emulator agrees on epilogues",
         "dense MXFP8", "lists of problems", "formats", "epilogues", "chains", "batch invariance",
-        *verify.MOE_CHECKS,
+        *verify.MOE_CHECKS, "two devices",
     ]  # fmt: skip
     assert sanitized == ["padless.verify.small"]
     assert {p.arch for p in routes_of(arch)} == {"sm_100a"}
