@@ -149,7 +149,8 @@ def test_graphs_are_captured_on_a_stream_of_the_layers_gpu(
 
         answers = {
             "graph": graph, "Stream": made, "current_stream": made,
-            "stream": lambda stream: gpus.device(two_gpus.SECOND), "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None), "graph_pool_handle": object,
+            "stream": lambda stream: gpus.device(two_gpus.SECOND), "graph_pool_handle": object,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
         }  # fmt: skip
         for name, answer in answers.items():
             monkeypatch.setattr(torch.cuda, name, answer)
@@ -193,3 +194,30 @@ def test_a_launch_of_triton_on_the_current_device_is_seen(
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
         with pytest.raises(AssertionError, match=r"tensors are on \{1\} and cuda:0 is current"):
             launched(gpus, "quantize to FP8_BLOCK", calls["quantize to FP8_BLOCK"])
+
+
+# --- two GPUs ----------------------------------------------------------------------------------------------
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs in one process")
+
+
+@pytest.fixture(scope="module")
+def on_both() -> tuple[dict[str, Made], dict[str, Made]]:
+    first, second = (device_calls.every_call(f"cuda:{index}") for index in (0, 1))
+    return first, second
+
+
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize("name", device_calls.every_call(None) if torch.cuda.device_count() > 1 else [])
+def test_on_the_second_gpu(on_both: tuple[dict[str, Made], dict[str, Made]], name: str) -> None:
+    """First calls and later ones, on a side stream, in a thread, captured: the bits of the first GPU."""
+    first, second = (calls[name] for calls in on_both)
+    assert device_calls.wrong_on_the_second(name, first, second) == []
+
+
+@pytest.mark.gpu
+@needs_two
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_compact", "bf16"])
+def test_graphs_of_layers_on_the_second_gpu(recipe: str) -> None:
+    assert device_calls.wrong_in_graphs(recipe) == []

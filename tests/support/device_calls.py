@@ -5,6 +5,7 @@ A call is made by a device, as torch names it, or by None for tensors that stay 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from padless.nn import Experts, GroupedLinear, graphed
 from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_hadamard
 from support import moe_layer_problem, public_calls, training_layer
 from support.moe_layer_problem import PAIRS, pair_name
-from support.public_calls import GROUPS, OFFS, K, M, N, activation, copied, normal, replaced, weight
+from support.public_calls import GROUPS, OFFS, K, M, N, activation, copied, normal, replaced, same, weight
 
 Made = Callable[[], Any]
 
@@ -163,3 +164,110 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     value = (dict(value), getattr(value, "row", None)) if hasattr(value, "keys") else value
     replaced(value, lambda t: (found.append(t), t)[1])
     return found
+
+
+# --- on two GPUs -------------------------------------------------------------------------------------------
+
+_CYCLES = 50_000_000  # that the second GPU's usual stream sleeps: more than a call takes
+# What looks at values, or is no launch: it cannot be captured.
+NOT_CAPTURED = {*public_calls.PUBLIC, "moe with gradients"} - {
+    "grouped_gemm", "grouped_gemm_wgrad", "grouped_gemm_wgrad of rows", "grouped_gemm_quant", "quantize_rows_columns",
+    "swiglu_backward_quantize", "quantize_weight_both", "scaled_grouped_mm",
+}  # fmt: skip
+
+
+def bits_of(call: Made) -> list[torch.Tensor] | str:
+    """The tensors of a call's result on the CPU, or why there is none. The seed of all GPUs is the same at each call."""
+    torch.cuda.manual_seed_all(5)
+    try:
+        return [t.detach().cpu() for t in tensors_of(call())]
+    except ValueError as error:
+        return f"ValueError: {error}"
+
+
+def in_a_thread(call: Made) -> list[torch.Tensor] | str:
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(bits_of(call))
+            if torch.cuda.current_device() != 0:
+                found[0] = f"cuda:{torch.cuda.current_device()} was current in the thread"
+        except BaseException as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def on_a_side_stream(call: Made) -> list[torch.Tensor] | str:
+    """Beside the second GPU's usual stream, which sleeps: what is launched there comes too late."""
+    usual, side = torch.cuda.default_stream(1), torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(usual):
+        torch.cuda._sleep(_CYCLES)
+    with torch.cuda.stream(side), torch.cuda.device(0):
+        found = bits_of(call)
+    torch.cuda.synchronize(1)
+    return found
+
+
+def captured(call: Made) -> list[torch.Tensor] | str:
+    torch.cuda.synchronize(1)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream("cuda:1")
+    with torch.cuda.graph(graph, stream=side), torch.cuda.device(0):
+        result = call()
+    graph.replay()
+    torch.cuda.synchronize(1)
+    return [t.detach().cpu() for t in tensors_of(result)]
+
+
+WAYS: dict[str, Callable[[Made], list[torch.Tensor] | str]] = {
+    "first": bits_of, "again": bits_of, "once more": bits_of, "on a side stream": on_a_side_stream,
+    "in a thread": in_a_thread, "captured": captured,
+}  # fmt: skip
+
+
+def wrong_on_the_second(name: str, first: Made, second: Made) -> list[str]:
+    """What is wrong with a call whose tensors are on cuda:1 while cuda:0 is current, beside the same on cuda:0."""
+    torch.cuda.set_device(0)
+    want, found = bits_of(first), []
+    for way, made in WAYS.items():
+        trains = name.startswith(("Experts", "GroupedLinear"))
+        if way == "captured" and (isinstance(want, str) or trains or name in NOT_CAPTURED):
+            continue
+        try:
+            got = made(second)
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+        if torch.cuda.current_device() != 0:
+            found.append(f"{name}, {way}: cuda:{torch.cuda.current_device()} was current afterwards")
+            torch.cuda.set_device(0)
+        found += _difference(f"{name}, {way}", got, want)
+    return found
+
+
+def wrong_in_graphs(recipe: str) -> list[str]:
+    """What is wrong with graphs of layers on cuda:1, made behind those of cuda:0, beside calls of layers on cuda:0."""
+    found = []
+    torch.cuda.set_device(0)
+    trained("cuda:0", in_graphs=True, recipes=(recipe,))
+    want, replayed = trained("cuda:0", recipes=(recipe,)), trained("cuda:1", in_graphs=True, recipes=(recipe,))
+    for (name, first), second in zip(want.items(), replayed.values(), strict=True):
+        for _ in range(2):
+            found += _difference(f"{name} in graphs", bits_of(second), bits_of(first))
+            if torch.cuda.current_device() != 0:
+                found.append(f"{name} in graphs: cuda:{torch.cuda.current_device()} was current afterwards")
+                torch.cuda.set_device(0)
+    return found
+
+
+def _difference(where: str, got: list[torch.Tensor] | str, want: list[torch.Tensor] | str) -> list[str]:
+    if isinstance(got, str) or isinstance(want, str):
+        both = [text.replace("cuda:1", "cuda:0") if isinstance(text, str) else "a result" for text in (got, want)]
+        return [] if both[0] == both[1] else [f"{where}: {both[0][:300]}; on cuda:0 {both[1][:300]}"]
+    if len(got) != len(want):
+        return [f"{where}: {len(got)} tensors and not {len(want)}"]
+    others = [i for i, (one, other) in enumerate(zip(got, want, strict=True)) if not same(one, other)]
+    return [f"{where}: other bits in tensors {others} of {len(want)}"] if others else []

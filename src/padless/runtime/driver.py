@@ -158,7 +158,7 @@ class CudaDriver:
 
     @contextmanager
     def context_of(self, device: int) -> Iterator[None]:
-        """Makes torch's context of ``device`` current in this thread; afterwards what was current, if any, is so again."""
+        """Makes torch's context of ``device`` current in this thread; what was current, if any, is again behind it."""
         if device not in self._contexts:
             context = ctypes.c_void_p()
             self._check("cuDevicePrimaryCtxRetain", self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
