@@ -110,8 +110,8 @@ def nothing_launched() -> Iterator[Again | None]:
             again, device = Again(), RecordingDevice("sm_90a", "cubin", 132)
             stack.enter_context(jit.listing())
             changes += [
-                (driver, "cuda_driver", lambda: device),
-                (devices, "_cuda_is_available", lambda: True),
+                (driver, "cuda_driver", lambda *index: device),
+                (devices, "_cuda_of", lambda device: devices.Backend("cuda", True, "pretended")),
                 (torch, "empty", again.of(torch.empty)),
                 (torch.Tensor, "index_select", again.of(torch.Tensor.index_select)),
                 (torch.Tensor, "is_cuda", True),

@@ -136,6 +136,24 @@ def test_the_dense_product_is_remembered_too_and_apart(device: Device) -> None:
         padless.grouped_gemm(a, dense, None, out=out)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("moved", ["a", "offs", "out"])
+def test_addresses_of_another_gpu_are_another_call(device: Device, monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
+    """An address that one GPU gave back may be another one's next."""
+    a, b, offs = operands()
+    out, elsewhere = empty_out(), set[int]()
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda t: int(t.data_ptr() in elsewhere))
+    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 77 + index)
+    padless.grouped_gemm(a, b, offs, out=out)
+    elsewhere.add({"a": a.data, "b": b.data, "offs": offs, "out": out}[moved].data_ptr())
+    padless.grouped_gemm(a, b, offs, out=out)
+    assert device.prepared == 2
+    elsewhere.update(t.data_ptr() for t in (a.data, b.data, offs, out))
+    for _ in range(2):
+        padless.grouped_gemm(a, b, offs, out=out)
+    assert device.prepared == 3
+    assert device.launches[-1][2] == 78, "on the current stream of that GPU"
+
+
 def test_a_new_output_is_made_when_none_is_given(device: Device) -> None:
     a, b, offs = operands()
     kept = [padless.grouped_gemm(a, b, offs) for _ in range(3)]

@@ -31,6 +31,7 @@ from support.public_calls import (
     N,
     activation,
     columns,
+    copied,
     normal,
     replaced,
     same,
@@ -75,14 +76,6 @@ def with_other_values(tensors: list[torch.Tensor], is_of_columns: bool) -> list[
 
     made = {id(t): other(t) for t in tensors}  # a tensor that is there twice stays one: groups are told by it on a GPU
     return [made[id(t)] for t in tensors]
-
-
-def copied(t: torch.Tensor, device: torch.device | str, reverse: bool = False) -> torch.Tensor:
-    """The tensor elsewhere with its strides, or one with its rows in reverse."""
-    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-    to, of = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (made, t))
-    to.copy_(of.flip(0) if reverse and t.dim() else of)
-    return made
 
 
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:

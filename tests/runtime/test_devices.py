@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -166,16 +167,30 @@ def test_the_default_on_the_cpu_is_the_reference(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(by_default, padless.grouped_gemm(a, b, offs, backend="reference"))
 
 
+def test_the_tensors_device_is_asked(hopper: pytest.MonkeyPatch) -> None:
+    """Not the current one, nor the first: a GPU that no kernel is for may be among them."""
+    hopper.setattr(devices, "_cuda_of", cache(devices._cuda_of.__wrapped__))
+    hopper.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index else (7, 5))
+    hopper.setattr(driver, "cuda_driver", lambda index=0: SimpleNamespace(arch="sm_90a", index=index))
+    first, second = (SimpleNamespace(is_cuda=True, device=torch.device("cuda", i)) for i in (0, 1))
+    for _ in range(2):
+        assert devices.device_of("cuda", second).index == devices.hopper_driver(second).index == 1
+        assert devices.hopper_driver(first) is None
+        with pytest.raises(ValueError, match=r"backend 'cuda' is not available here: .* compute capability \(7, 5\)"):
+            devices.device_of("cuda", first)
+
+
 def test_the_driver_of_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """None on a CPU, on another GPU, and where kernels cannot be compiled."""
     t = torch.empty(1)
     drivers = {arch: SimpleNamespace(arch=arch) for arch in ("sm_90a", "sm_100a")}
-    monkeypatch.setattr(devices, "_cuda_is_available", lambda: True)
-    monkeypatch.setattr(devices.driver, "cuda_driver", lambda: drivers["sm_90a"])
+    there = MODULE.Backend("cuda", True, "pretended")
+    monkeypatch.setattr(devices, "_cuda_of", lambda device: there)
+    monkeypatch.setattr(devices.driver, "cuda_driver", lambda device: drivers["sm_90a"])
     assert devices.hopper_driver(t) is None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     assert devices.hopper_driver(t) is drivers["sm_90a"]
-    monkeypatch.setattr(devices.driver, "cuda_driver", lambda: drivers["sm_100a"])
+    monkeypatch.setattr(devices.driver, "cuda_driver", lambda device: drivers["sm_100a"])
     assert devices.hopper_driver(t) is None
-    monkeypatch.setattr(devices, "_cuda_is_available", lambda: False)
+    there = MODULE.Backend("cuda", False, "taken away")
     assert devices.hopper_driver(t) is None

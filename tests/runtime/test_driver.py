@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,171 +18,21 @@ from padless.runtime import tensor_map
 from padless.runtime.driver import CudaDriver, DriverError, LaunchShape
 from padless.runtime.jit import CompiledKernel
 from padless.runtime.tensor_map import TensorMapSpec
-
-# A libcuda of which every call is one line of a log. Declarations after the CUDA driver API's documentation. As in the
-# real one a context is current in one thread, and a launch without one fails with 201.
-STUB = r"""
-#include <mutex>
-#include <cstdarg>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <string>
-
-typedef int CUresult;
-struct CUlaunchAttribute { unsigned id; char pad[4]; union { unsigned dim[3]; char bytes[64]; } value; };
-struct CUlaunchConfig {
-    unsigned gridX, gridY, gridZ, blockX, blockY, blockZ, sharedMemBytes;
-    void* stream;
-    CUlaunchAttribute* attrs;
-    unsigned numAttrs;
-};
-
-static std::mutex guard;
-static std::string log_text, failing;
-static int failing_code;
-static thread_local void* current;
-
-static CUresult record(const char* name, const char* format, ...) {
-    char line[1024];
-    va_list list;
-    va_start(list, format);
-    vsnprintf(line, sizeof line, format, list);
-    va_end(list);
-    std::lock_guard<std::mutex> hold(guard);
-    log_text += std::string(name) + " " + line + "\n";
-    return failing == name ? failing_code : 0;
-}
-
-extern "C" {
-const char* stub_log() {
-    static std::string copy;
-    std::lock_guard<std::mutex> hold(guard);
-    copy = log_text;
-    return copy.c_str();
-}
-void stub_forget() { std::lock_guard<std::mutex> hold(guard); log_text.clear(); }
-void stub_fail(const char* name, int code) { failing = name; failing_code = code; }
-
-CUresult cuInit(unsigned flags) { return record("cuInit", "%u", flags); }
-CUresult cuGetErrorString(CUresult code, const char** text) {
-    *text = code == 1 ? "invalid argument" : code == 201 ? "invalid device context" : nullptr;
-    return *text ? 0 : 1;
-}
-CUresult cuDeviceGetAttribute(int* value, int attribute, int device) {
-    *value = attribute == 16 ? 132 + device : attribute == 75 ? 10 : attribute == 76 ? 3 : -1;
-    return record("cuDeviceGetAttribute", "%d %d", attribute, device);
-}
-CUresult cuDevicePrimaryCtxRetain(void** context, int device) {
-    *context = (void*)(uintptr_t)(0xC0000000000ull + device);
-    return record("cuDevicePrimaryCtxRetain", "%d", device);
-}
-CUresult cuCtxSetCurrent(void* context) { current = context; return record("cuCtxSetCurrent", "%p", context); }
-CUresult cuModuleLoadData(void** module, const void* image) {
-    *module = (void*)0x7000000000010ull;
-    return record("cuModuleLoadData", "%.8s", (const char*)image);
-}
-CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
-    *function = (void*)0x7000000000020ull;
-    return record("cuModuleGetFunction", "%p %s", module, name);
-}
-CUresult cuFuncSetAttribute(void* function, int attribute, int value) {
-    return record("cuFuncSetAttribute", "%p %d %d", function, attribute, value);
-}
-CUresult cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* dims,
-                                const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides,
-                                int interleave, int swizzle, int promotion, int fill) {
-    std::string text;
-    for (uint32_t i = 0; i < rank; ++i)
-        text += std::to_string(dims[i]) + "," + (i + 1 < rank ? std::to_string(strides[i]) : "-") + "," +
-                std::to_string(box[i]) + "," + std::to_string(element_strides[i]) + ";";
-    if ((uintptr_t)map % 64) return 1;
-    memset(map, 0xA5, 128);
-    memcpy(map, &address, 8);
-    return record("cuTensorMapEncodeTiled", "%d %u %p %s %d %d %d %d", type, rank, address, text.c_str(), interleave,
-                  swizzle, promotion, fill);
-}
-CUresult cuLaunchKernelEx(const CUlaunchConfig* c, void* function, void** params, void** extra) {
-    if (!current) return 201;
-    std::string attributes;
-    for (unsigned i = 0; i < c->numAttrs; ++i) {
-        const CUlaunchAttribute& a = c->attrs[i];
-        attributes += " " + std::to_string(a.id);
-        for (int k = 0; k < 3; ++k) attributes += (k ? "," : ":") + std::to_string(a.value.dim[k]);
-    }
-    return record("cuLaunchKernelEx", "grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p attributes=%u%s function=%p "
-                  "map=%02x%02x pointer=%p number=%d extra=%p context=%p", c->gridX, c->gridY, c->gridZ, c->blockX,
-                  c->blockY, c->blockZ, c->sharedMemBytes, c->stream, c->numAttrs, attributes.c_str(), function,
-                  ((unsigned char*)params[0])[0], ((unsigned char*)params[0])[255], *(void**)params[1],
-                  *(int*)params[2], (void*)extra, current);
-}
-}
-"""
+from support import libcuda
+from support.libcuda import Stub, in_new_thread
 
 KERNEL = CompiledKernel(b"\x7fELFfake", "cubin", "the_entry", 202_752, 384, 5, 168, 0, 0, "")
 CONTEXT_OF_DEVICE_0 = "0xc0000000000"
 
 
-class Stub:
-    """The library, and the lines of its log."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
-        library.stub_log.restype = ctypes.c_char_p
-        library.stub_fail(b"", 0)
-        library.stub_forget()
-
-    @property
-    def calls(self) -> list[str]:
-        return self.library.stub_log().decode().splitlines()
-
-    def forget(self) -> None:
-        self.library.stub_forget()
-
-    def fail(self, name: str, code: int) -> None:
-        self.library.stub_fail(name.encode(), code)
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++ or c++ on the PATH)")
-    folder = tmp_path_factory.mktemp("libcuda")
-    (folder / "stub.cpp").write_text(STUB)
-    command = [compiler, "-std=c++17", "-O1", "-w", "-fPIC", "-shared", "stub.cpp", "-o", "libcuda.so.1"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "libcuda.so.1"))
+    return libcuda.built(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.fixture
 def stub(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Stub:
-    found = Stub(library)
-
-    def load(name: str) -> ctypes.CDLL:
-        assert name == "libcuda.so.1"
-        return library
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    return found
-
-
-def in_new_thread(work: Callable[[], None]) -> None:
-    """Runs `work` where no context is current; raises what it raises."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
+    return libcuda.installed(library, monkeypatch)
 
 
 def prepared(driver: CudaDriver, cluster: int = 1, programmatic: bool = False) -> driver_module.PreparedLaunch:
@@ -204,10 +52,11 @@ def test_loading_a_kernel(stub: Stub) -> None:
     assert function.value == 0x7000000000020
     assert stub.calls == [
         "cuDevicePrimaryCtxRetain 0",
-        f"cuCtxSetCurrent {CONTEXT_OF_DEVICE_0}",
+        f"cuCtxPushCurrent {CONTEXT_OF_DEVICE_0}",
         "cuModuleLoadData \x7fELFfake"[:25],
         "cuModuleGetFunction 0x7000000000010 the_entry",
         "cuFuncSetAttribute 0x7000000000020 8 202752",
+        f"cuCtxPopCurrent {CONTEXT_OF_DEVICE_0}",
     ]
 
 
@@ -277,8 +126,8 @@ def test_a_thread_without_a_context_is_given_one(stub: Stub) -> None:
     launch = prepared(driver)
     in_new_thread(lambda: launch(0x30))
     names = [call.split()[0] for call in stub.calls]
-    assert names == ["cuInit", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuLaunchKernelEx"]
-    assert f"context={CONTEXT_OF_DEVICE_0}" in stub.calls[-1]
+    assert names == ["cuInit", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"]
+    assert f"context={CONTEXT_OF_DEVICE_0}" in stub.calls[-2]
 
 
 def test_threads_may_share_a_launch(stub: Stub) -> None:
@@ -343,7 +192,7 @@ def test_an_error_without_words_keeps_its_number(stub: Stub) -> None:
 
 
 def test_kernels_are_compiled_for_the_devices_capability(stub: Stub) -> None:
-    assert CudaDriver().arch == "sm_103a"
+    assert (CudaDriver().arch, CudaDriver(1).arch) == ("sm_103a", "sm_90a")
 
 
 # --- NVIDIA's declarations ---------------------------------------------------------------------------------
@@ -392,7 +241,8 @@ def test_numbers_of_the_driver_api() -> None:
         device.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
         device.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
     )
-    assert cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT == 201
+    assert cuda.CUresult.CUDA_ERROR_INVALID_CONTEXT == driver_module._INVALID_CONTEXT
+    assert cuda.CUresult.CUDA_ERROR_INVALID_HANDLE == driver_module._INVALID_HANDLE
     types = cuda.CUtensorMapDataType
     for dtype, name in (
         (torch.float8_e4m3fn, "UINT8"),

@@ -332,6 +332,14 @@ def replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
+def copied(t: torch.Tensor, device: torch.device | str, reverse: bool = False) -> torch.Tensor:
+    """The tensor elsewhere with its strides, or one with its rows in reverse."""
+    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    to, of = (x.view(torch.uint8) if x.element_size() == 1 else x for x in (made, t))
+    to.copy_(of.flip(0) if reverse and t.dim() else of)
+    return made
+
+
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in an argument or a result, with its name."""
     if isinstance(value, torch.Tensor):

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,9 +137,12 @@ def test_workers_are_spread_over_gpus(visible: str | None, names: list[str], mon
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     tasks = [worker.Task(i, 0, "cuda", 0.0, 0) for i in range(7)]
-    _, crashes = run._supervise(tasks, run._gpus(), lambda line: None, 0.0)
+    _, crashes = run._supervise(tasks, run._gpus(), "", lambda line: None, 0.0)
     assert crashes == []
     assert seen == {i: names[i % 3] for i in range(7)}
+    tasks = [worker.Task(i, 0, "cuda", 0.0, 0, gpu=1) for i in range(7)]
+    run._supervise(tasks, run._gpus(), "", lambda line: None, 0.0)
+    assert seen == {i: f"{names[(i - 1) % 3]},{names[i % 3]}" for i in range(7)}, "the last one is worked on"
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
@@ -201,3 +205,26 @@ def test_the_emulator_is_right(call: str) -> None:
     task = worker.Task(0, 11, backend, 1e12, 2, (call,))
     total, _ = told(task)
     assert total.wrong == []
+
+
+def test_another_gpu_that_is_current_afterwards_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is put back, and found at the problem that changed it alone."""
+    current = [0]
+
+    def judge(options: Any, place: Any) -> None:
+        current[0] = 1 if options["changes"] else current[0]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    subjects = {"some": SimpleNamespace(judge=judge)}
+    batch = [Problem("some", {"changes": changes}) for changes in (False, True, False)]
+    place = SimpleNamespace(device=torch.device("cuda", 1), judge=SimpleNamespace(problem=0), has_kernels=True)
+    raised, refused = worker._launch(batch, subjects, place, worker.Tally())  # type: ignore[arg-type]
+    assert raised == {1: ["cuda:1 was current afterwards, and cuda:0 before"]}
+    assert refused == set()
+    assert current == [0]
+
+
+def test_another_gpu_takes_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="other_gpu is True, which takes two GPUs, and there are 0; leave it out"):
+        run.run_fuzz(problems=1, backend="reference", other_gpu=True)

@@ -168,9 +168,13 @@ def fuzz(
     out: Annotated[Path | None, typer.Option("--out", help="File that a record of the run is added to.")] = None,
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
     repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
+    other_gpu: Annotated[
+        bool, typer.Option("--other-gpu", help="Tensors on a second GPU while the first is current.")
+    ] = False,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}
+    options["other_gpu"] = other_gpu
     call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, **options)
 
 

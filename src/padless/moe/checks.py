@@ -28,6 +28,12 @@ def check_matrix(name: str, t: object, rows: int | None, columns: int | None, de
         )
 
 
+def check_device(name: str, t: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raises ValueError unless t, if it is given, is on the device of x."""
+    if isinstance(t, torch.Tensor) and t.device != x.device:
+        raise ValueError(f"{name} is on {t.device} and x on {x.device}; they must be on one device")
+
+
 def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None:
     """Raises ValueError unless inverse is (T, k) int32 for so many tokens and rows."""
     if not isinstance(inverse, torch.Tensor) or inverse.dtype != torch.int32 or inverse.dim() != 2:

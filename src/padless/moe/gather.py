@@ -8,7 +8,7 @@ from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.activation import Activation
-from padless.moe.checks import check_inverse, check_matrix, on_device_of
+from padless.moe.checks import check_device, check_inverse, check_matrix, on_device_of
 from padless.moe.combining import combine
 from padless.moe.routing import Routing, check_ids, route
 from padless.ops.checks import describe
@@ -91,6 +91,7 @@ def _check_gathered(
     """The scale rule to use. Raises ValueError."""
     refuse_gradients(x=x, global_scale=global_scale)
     rule = check_format(format, x.shape[1], scale_rule, scale_layout, global_scale)
+    check_device("global_scale", global_scale, x)
     if global_scale is not None and global_scale.numel() != 1:
         raise ValueError(
             f"global_scale must be one value, got {describe(global_scale)}; quantize(rows=) takes one for each group"
@@ -126,6 +127,8 @@ def activate_quantize(
     if not isinstance(activation, Activation):
         raise ValueError(f"activation must be a padless.moe.Activation, got {type(activation).__name__}")
     k = activation.out_columns(x.shape[1])
+    check_device("global_scale", global_scale, x)
+    check_device("offs", offs, x)
     name = "BF16"
     if format is not None:
         scale_rule = check_format(format, k, scale_rule, scale_layout, global_scale)

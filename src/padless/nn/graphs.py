@@ -26,10 +26,19 @@ class Recorded(NamedTuple):
     results: Results
 
 
-def record(work: Callable[[], Results], pool: Any) -> Recorded:
+class Place(NamedTuple):
+    """Where the graphs of a layer are captured: the memory that they share, and a stream of its GPU."""
+
+    pool: Any
+    stream: torch.cuda.Stream
+
+
+def record(work: Callable[[], Results], place: Place | None) -> Recorded:
     """Captures the launches of ``work``, which ran before, in a CUDA graph; it is not run."""
+    assert place is not None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # torch's own stream for captures is of the GPU that was current at the first one.
+    with torch.cuda.graph(graph, pool=place.pool, stream=place.stream):
         results = work()
     return Recorded(graph.replay, results)
 
@@ -37,7 +46,7 @@ def record(work: Callable[[], Results], pool: Any) -> Recorded:
 class _Codes:
     """Kept codes of one weight at addresses that stay, made again where the weight changed."""
 
-    def __init__(self, layer: QuantizedModule, name: str, pool: Any) -> None:
+    def __init__(self, layer: QuantizedModule, name: str, place: Place | None) -> None:
         self._weight, self._recipe = getattr(layer, name), layer.recipe
         self.owner = layer._codes[name]
         self.owner.forget()  # the warm-up's memory
@@ -46,7 +55,7 @@ class _Codes:
         plain = self.operands.forward
         self._made: Recorded | None = None
         if not (isinstance(plain, torch.Tensor) and plain.data_ptr() == self._weight.data_ptr()):
-            self._made = record(lambda: flat_operands(weight_operands(self._weight, self._recipe)), pool)
+            self._made = record(lambda: flat_operands(weight_operands(self._weight, self._recipe)), place)
             data, *rest = self._made.results
             assert data is not None
             self.operands = joined_operands(self._recipe, data, *rest)
@@ -82,14 +91,15 @@ class Graphed:
         del self._live  # what it kept stays where it is: nothing else is captured in this memory
 
     def _capture(self, keys: Sequence[bool]) -> None:
-        pool = torch.cuda.graph_pool_handle() if self._leaves[0].is_cuda else None
+        on_gpu = self._leaves[0].is_cuda
+        place = Place(torch.cuda.graph_pool_handle(), torch.cuda.Stream()) if on_gpu else None
         layers = [part for part in self.layer.modules() if isinstance(part, QuantizedModule)]
-        self._codes = [_Codes(part, name, pool) for part in layers if part.keep_codes for name in part._codes]
-        self._forward = record(self._run_forward, pool)
+        self._codes = [_Codes(part, name, place) for part in layers if part.keep_codes for name in part._codes]
+        self._forward = record(self._run_forward, place)
         out = self._forward.results[0]
         assert out is not None
         self._out, self.dout = out, torch.empty_like(out)
-        self._backward = {key: record(partial(self._run_backward, key), pool) for key in keys}
+        self._backward = {key: record(partial(self._run_backward, key), place) for key in keys}
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The layer's output for other values of the sample's tensors, under autograd. Raises ValueError."""

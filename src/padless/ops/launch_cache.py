@@ -55,6 +55,8 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
 
     None too for what a memory of launches cannot speak for, since it changes without the addresses: what requires grad
     while grad mode is on, and scales that were made for other groups than those of offs.
+
+    The GPU of a and of offs is among the facts: an address that one GPU gave back may be another one's next.
     """
     if type(b) is not BlockScaledTensor or not b.data.is_cuda or is_traced(b.data):
         return None
@@ -77,7 +79,7 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
         ends: int | None = None
         ends_facts: _Facts = ()
     elif isinstance(offs, torch.Tensor):
-        ends, ends_facts = offs.data_ptr(), (offs.shape, offs.stride(), offs.dtype, offs.is_cuda)
+        ends, ends_facts = offs.data_ptr(), (offs.shape, offs.stride(), offs.dtype, offs.get_device())
     else:
         return None
     if is_grad_enabled() and (x.requires_grad or x_scale.requires_grad or w.requires_grad or w_scale.requires_grad):
@@ -89,7 +91,7 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
         if b.global_scale.requires_grad and is_grad_enabled():
             return None
         scale_facts += _tensor_facts(b.global_scale)
-    facts = (operation, shape, x.stride(), x.is_cuda, x_facts, w_facts, scale_facts, ends_facts)
+    facts = (operation, shape, x.stride(), x.get_device(), x_facts, w_facts, scale_facts, ends_facts)
     return (x.data_ptr(), w.data_ptr(), ends, shape[0] if shape else 0), facts
 
 
@@ -116,7 +118,7 @@ class Missed:
             return
         formats = (b.format, a.format if isinstance(a, BlockScaledTensor) else None)
         key, facts = self._found
-        self._known = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device, out.device.index or 0)
+        self._known = _Known(facts, formats, (out.shape[0], out.shape[1]), out.device, out.get_device())
         keep(_KNOWN, _MAX_OPERANDS, key, self._known)
 
     def remember_launch(self, out: torch.Tensor, config: object, launch: PreparedLaunch) -> None:
@@ -149,7 +151,7 @@ def launch_again(
     elif (
         not isinstance(out, torch.Tensor)
         or out.shape != known.shape
-        or not out.is_cuda
+        or out.get_device() != known.index
         or (out.requires_grad and is_grad_enabled())
     ):
         return out, Missed(found, known)

@@ -84,6 +84,8 @@ def quantize(
     _check_x(x, format, kind)
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
+    if offs is not None and offs.device != x.device:
+        raise ValueError(f"offs is on {offs.device} and x on {x.device}; they must be on one device")
     if rows is not None:
         _check_rows(rows, x, format, kind, global_scale)
         rows = rows.contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import get_args
 
 import torch
@@ -47,13 +47,16 @@ def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
 
     Raises ValueError where ``backend`` is unknown, not available here, or not for the tensor's device.
     """
-    if backend == "cuda" and tensor.is_cuda and _cuda_is_available():
-        return driver.cuda_driver()
+    if backend == "cuda" and tensor.is_cuda:
+        found = _cuda_of(tensor.device)
+        if found.available:
+            return driver.cuda_driver(tensor.device.index)
+        raise ValueError(_not_available(found))
     if backend not in NAMES:
         raise ValueError(f"backend is {backend!r}; allowed: None, {', '.join(map(repr, NAMES))}")
     found = backends()[backend]
     if not found.available:
-        raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
+        raise ValueError(_not_available(found))
     if (backend == "cuda") != tensor.is_cuda:
         raise ValueError(f"backend is {backend!r} and the tensors are on {tensor.device}; move them or leave it None")
     from padless.emulator.fake_driver import driver_of
@@ -61,11 +64,15 @@ def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
     return driver_of(backend)
 
 
+def _not_available(backend: Backend) -> str:
+    return f"backend {backend.name!r} is not available here: {backend.reason}"
+
+
 def hopper_driver(tensor: torch.Tensor) -> driver.Driver | None:
     """The driver of the Hopper GPU that ``tensor`` is on; None elsewhere, and where no kernel can be compiled."""
-    if not tensor.is_cuda or not _cuda_is_available():
+    if not tensor.is_cuda or not _cuda_of(tensor.device).available:
         return None
-    found = driver.cuda_driver()
+    found = driver.cuda_driver(tensor.device.index)
     return found if found.arch == "sm_90a" else None
 
 
@@ -76,9 +83,10 @@ def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(t.device)
 
 
-@lru_cache(maxsize=1)
-def _cuda_is_available() -> bool:
-    return backends()["cuda"].available
+@cache
+def _cuda_of(device: torch.device) -> Backend:
+    """The backend "cuda" on a GPU, which need not be of the kind of another one."""
+    return _cuda(device)
 
 
 def _compiler_missing() -> str | None:
@@ -89,12 +97,13 @@ def _compiler_missing() -> str | None:
     return None
 
 
-def _cuda() -> Backend:
+def _cuda(device: torch.device | None = None) -> Backend:
+    """The backend "cuda" on a device; None is the current one."""
     if not torch.cuda.is_available():
         return Backend("cuda", False, "torch sees no CUDA GPU")
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if capability not in CAPABILITIES:
-        name = torch.cuda.get_device_name()
+        name = torch.cuda.get_device_name(device)
         needed = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in CAPABILITIES.items())
         return Backend("cuda", False, f"{name} has compute capability {capability}; the kernels need one of {needed}")
     try:
@@ -103,7 +112,9 @@ def _cuda() -> Backend:
         return Backend("cuda", False, str(error))
     if missing := _compiler_missing():
         return Backend("cuda", False, missing)
-    return Backend("cuda", True, f"{torch.cuda.get_device_name()}, kernels compiled with NVRTC {jit.nvrtc_version()}")
+    return Backend(
+        "cuda", True, f"{torch.cuda.get_device_name(device)}, kernels compiled with NVRTC {jit.nvrtc_version()}"
+    )
 
 
 def _emulator(name: str, architecture: str) -> Backend:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
 from padless.runtime.jit import CompiledKernel
 from padless.runtime.tensor_map import TensorMapSpec
+
+# The index of the GPU that is current in this thread. A torch without CUDA has no such function and no GPU to ask for.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -106,24 +109,30 @@ _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIA
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: this thread has none
+_INVALID_HANDLE = 400  # CUDA_ERROR_INVALID_HANDLE: a function of another context
 
 
 class CudaDriver:
-    """The GPU's driver, through ctypes on libcuda: a launch is one foreign call with everything packed before.
+    """A GPU's driver, through ctypes on libcuda: a launch is one foreign call with everything packed before.
 
+    Tensors and arguments say which GPU does what, never which one is current; that stays what it is, after an error too.
+
+    device: the index of the GPU, whose architecture it has.
     programmatic: whether launches may begin before the kernel ahead of them has ended (``LaunchShape.programmatic``).
     """
 
     kind = "cubin"
 
-    def __init__(self, programmatic: bool = True) -> None:
+    def __init__(self, device: int = 0, programmatic: bool = True) -> None:
+        self._device = device
         self.programmatic = programmatic
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise DriverError(f"no CUDA driver on this machine ({error})") from None
         self._check("cuInit", self._cuda.cuInit(0))
-        self._thread = threading.local()
+        self._contexts: dict[int, ctypes.c_void_p] = {}
 
     def _check(self, call: str, code: int) -> None:
         if code != 0:
@@ -138,8 +147,8 @@ class CudaDriver:
 
     @cached_property
     def arch(self) -> str:
-        """The architecture that kernels are compiled for: the first device's; several kinds are not supported."""
-        major, minor = (self._attribute(attribute, 0) for attribute in _COMPUTE_CAPABILITY)
+        """The architecture that kernels are compiled for."""
+        major, minor = (self._attribute(attribute, self._device) for attribute in _COMPUTE_CAPABILITY)
         return f"sm_{major}{minor}a"
 
     def _attribute(self, attribute: int, device: int) -> int:
@@ -147,26 +156,29 @@ class CudaDriver:
         self._check("cuDeviceGetAttribute", self._cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device))
         return value.value
 
-    def _use_primary_context(self, device: int) -> None:
-        """Makes torch's context of ``device`` current in this thread (a new thread has none)."""
-        contexts = self._thread.__dict__.setdefault("contexts", {})
-        if device not in contexts:
+    @contextmanager
+    def context_of(self, device: int) -> Iterator[None]:
+        """Makes torch's context of ``device`` current in this thread; what was current, if any, is again behind it."""
+        if device not in self._contexts:
             context = ctypes.c_void_p()
             self._check("cuDevicePrimaryCtxRetain", self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
-            contexts[device] = context
-        self._check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(contexts[device]))
+            self._contexts[device] = context
+        self._check("cuCtxPushCurrent", self._cuda.cuCtxPushCurrent_v2(self._contexts[device]))
+        try:
+            yield
+        finally:
+            self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def load(self, kernel: CompiledKernel, device: int) -> ctypes.c_void_p:
         """Loads the kernel into the device's context and gives it its shared memory."""
-        self._use_primary_context(device)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuModuleLoadData", self._cuda.cuModuleLoadData(ctypes.byref(module), kernel.image))
-        self._check(
-            "cuModuleGetFunction", self._cuda.cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode())
-        )
-        self._check(
-            "cuFuncSetAttribute", self._cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes)
-        )
+        entry = kernel.entry.encode()
+        with self.context_of(device):
+            self._check("cuModuleLoadData", self._cuda.cuModuleLoadData(ctypes.byref(module), kernel.image))
+            self._check("cuModuleGetFunction", self._cuda.cuModuleGetFunction(ctypes.byref(function), module, entry))
+            self._check(
+                "cuFuncSetAttribute", self._cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, kernel.shared_bytes)
+            )
         return function
 
     def encode(self, spec: TensorMapSpec) -> bytes:
@@ -175,7 +187,8 @@ class CudaDriver:
         # The driver wants the map on a 64-byte boundary, more than ctypes promises: take one out of a larger buffer.
         buffer = ctypes.create_string_buffer(TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT)
         address = -(-ctypes.addressof(buffer) // _TENSOR_MAP_ALIGNMENT) * _TENSOR_MAP_ALIGNMENT
-        code = self._cuda.cuTensorMapEncodeTiled(
+        encode = partial(
+            self._cuda.cuTensorMapEncodeTiled,
             ctypes.c_void_p(address),
             ctypes.c_int(spec.data_type),
             ctypes.c_uint32(rank),
@@ -189,6 +202,10 @@ class CudaDriver:
             ctypes.c_int(spec.l2_promotion),
             ctypes.c_int(0),  # out of bounds: zeros
         )
+        code = encode()
+        if code == _INVALID_CONTEXT:
+            with self.context_of(self._device):
+                code = encode()
         if code != 0:
             raise DriverError(f"cuTensorMapEncodeTiled refused {spec} (CUresult {code})")
         return ctypes.string_at(address, TENSOR_MAP_BYTES)
@@ -237,11 +254,12 @@ class _CudaLaunch:
         call = self._calls.get(stream)
         if call is None:
             call = self._calls[stream] = self._call(stream)
-        code = call()
-        if code == 201:  # CUDA_ERROR_INVALID_CONTEXT: this thread has none yet
-            self._driver._use_primary_context(self._device)
-            code = call()
+        code = call() if current_device() == self._device else _INVALID_CONTEXT
         if code != 0:
+            # A device that torch names need not have its context current: torch makes one current when it is needed.
+            if code in (_INVALID_CONTEXT, _INVALID_HANDLE):
+                with self._driver.context_of(self._device):
+                    code = call()
             self._driver._check("cuLaunchKernelEx", code)
 
     def _call(self, stream: int) -> Callable[[], int]:
@@ -264,10 +282,14 @@ def _packed(argument: Argument) -> Any:
     return (ctypes.c_int64 if size == 8 else ctypes.c_int32)(value)
 
 
-@lru_cache(maxsize=1)
-def cuda_driver() -> CudaDriver:
-    """The one driver of this process. Raises DriverError without one.
+def cuda_driver(device: int = 0) -> CudaDriver:
+    """The one driver of the GPU ``device`` in this process. Raises DriverError without one.
 
     With PADLESS_PROGRAMMATIC_LAUNCH=0 in the environment every launch waits until the kernel ahead of it has ended.
     """
-    return CudaDriver(programmatic=os.environ.get("PADLESS_PROGRAMMATIC_LAUNCH", "1") != "0")
+    return _driver_of(device)
+
+
+@cache
+def _driver_of(device: int) -> CudaDriver:
+    return CudaDriver(device, programmatic=os.environ.get("PADLESS_PROGRAMMATIC_LAUNCH", "1") != "0")

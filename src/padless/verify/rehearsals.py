@@ -55,6 +55,14 @@ def _nothing(arch: str) -> None:
     """The calls of a check of Triton's kernels alone, which Triton compiles."""
 
 
+def _small_launches(arch: str) -> None:
+    """The calls of all modules of small launches, and of the layer where it trains."""
+    small.rehearse(arch)
+    if kernels_arch(arch) == "sm_90a":
+        for module in (wgrad, bf16_wgrad, bf16_forward, training):
+            _on_backend(module.rehearse, arch)
+
+
 # Checks in parts: the jobs on an architecture, what makes the calls of one, and the images it needs where not the GPU's.
 _PARTS: dict[str, tuple[Any, ...]] = {
     "emulator's tensor core agrees": (lambda arch: [(arch,)], _wgmmas, BOTH_IMAGES),
@@ -76,6 +84,7 @@ _WHOLE: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(moe_edges.TRITON_ALONE, _nothing),
     **moe_edges.REHEARSALS,
     "chains": chains.rehearse,
+    "two devices": _small_launches,
     "training layer": partial(_on_backend, training.rehearse),
     "training layer in graphs": partial(_on_backend, training.rehearse),
     "weight gradients": partial(_on_backend, wgrad.rehearse),

@@ -35,6 +35,7 @@ from padless.verify.moe_edges import TRITON_ALONE
 from padless.verify.rehearsals import rehearsals_of
 from padless.verify.training.graphs import check_graphed_layer
 from padless.verify.training.layer import check_training_layer
+from padless.verify.two_devices import check_two_devices
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, the other routes', weight gradients'.
@@ -62,6 +63,7 @@ _ALL: dict[str, Check] = {
     "chains": chains.check_chains,
     "batch invariance": invariance.check_batch_invariance,
     **MOE_CHECKS,
+    "two devices": check_two_devices,
 }
 _HOPPERS: dict[str, Check] = {
     "weight gradients": wgrad.check_wgrad,

@@ -140,8 +140,8 @@ def test_compute_capability_10_3_compiles_the_same_source() -> None:
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
 def test_the_backend_is_there(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA B200")
     monkeypatch.setattr(driver, "cuda_driver", Stub)
     found = backends()["cuda"]
     assert found.available, found.reason
@@ -153,7 +153,7 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
     assert list(jobs) == [
         "quantizers agree", "training quantizers agree", "emulator agrees on formats", "emulator agrees on epilogues",
         "dense MXFP8", "lists of problems", "formats", "epilogues", "chains", "batch invariance",
-        *verify.MOE_CHECKS,
+        *verify.MOE_CHECKS, "two devices",
     ]  # fmt: skip
     assert sanitized == ["padless.verify.small"]
     assert {p.arch for p in routes_of(arch)} == {"sm_100a"}

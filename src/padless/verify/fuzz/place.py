@@ -95,14 +95,17 @@ class Place:
         return numbers.pin_memory().to(self.device, non_blocking=True)
 
 
-def place_of(backend: BackendName) -> Place:
-    """The place of "cuda", "reference", "emulator" or "emulator:sm_100a". Raises ValueError where it is not here."""
+def place_of(backend: BackendName, gpu: int = 0) -> Place:
+    """The place of "cuda", "reference", "emulator" or "emulator:sm_100a". Raises ValueError where it is not here.
+
+    gpu: the index of the GPU for "cuda".
+    """
     from padless.kernels.table import kernels_arch
     from padless.runtime.devices import device_of
 
     if backend == "reference":
         return Place(torch.device("cpu"), backend, "")
-    device = torch.device("cuda", 0) if backend == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", gpu) if backend == "cuda" else torch.device("cpu")
     if backend == "cuda" and not torch.cuda.is_available():
         raise ValueError("backend is 'cuda' and torch sees no CUDA GPU; allowed here: 'reference', 'emulator'")
     driver = device_of(backend, torch.empty(0, device=device))

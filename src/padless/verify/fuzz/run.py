@@ -36,6 +36,7 @@ def run_fuzz(
     out: Path | None = None,
     repeat: str | None = None,
     calls: list[str] | None = None,
+    other_gpu: bool = False,
     show: Callable[[str], None] = print,
 ) -> int:
     """Draws and judges random problems until the time or the number is over, whichever is first.
@@ -49,12 +50,13 @@ def run_fuzz(
         out: file that a record of the run, one line of JSON, is added to.
         repeat: a problem as text: only this one is judged.
         calls: only these calls.
+        other_gpu: tensors are on a second GPU of the process while the first is current, which must stay so.
 
     Returns 0 when nothing was wrong, else 1. Raises ValueError for what is not possible here.
     """
     backend = backend or _default_backend()
     if repeat is not None:
-        return _repeat(Problem.parse(repeat), backend, show)
+        return _repeat(Problem.parse(repeat), backend, int(other_gpu), show)
     _check(minutes, problems, workers, calls, backend)
     if minutes is None and problems is None:
         minutes = 1.0
@@ -64,13 +66,17 @@ def run_fuzz(
     start = time.time()
     deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
     shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
-    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ()), workers) for i in range(workers)]
     gpus = _gpus() if backend == "cuda" else []
+    if other_gpu and len(gpus) < 2:
+        raise ValueError(f"other_gpu is True, which takes two GPUs, and there are {len(gpus)}; leave it out")
+    gpu, of = int(other_gpu), tuple(calls or ())
+    tasks = [Task(i, seed, backend, deadline, shares[i], of, workers, gpu) for i in range(workers)]
     on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
+    options = f"--backend {backend}{' --other-gpu' if other_gpu else ''}"
     show(f"padless fuzz: {backend}, {workers} workers{on}, seed {seed}")
-    total, crashes = _supervise(tasks, gpus, show, start)
+    total, crashes = _supervise(tasks, gpus, options, show, start)
     seconds = time.time() - start
-    _report(total, crashes, backend, seconds, show)
+    _report(total, crashes, options, seconds, show)
     if out is not None:
         _append(out, _record(total, crashes, backend, seed, workers, min(workers, len(gpus)), seconds))
         show(f"added to {out}")
@@ -115,20 +121,21 @@ def _check(
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
 
 
-def _repeat(problem: Problem, backend: BackendName, show: Callable[[str], None]) -> int:
+def _repeat(problem: Problem, backend: BackendName, gpu: int, show: Callable[[str], None]) -> int:
     with settings_of(backend):
-        wrong = judged(problem, place_of(backend))
+        wrong = judged(problem, place_of(backend, gpu))
     show(f"{problem}")
     show("nothing is wrong" if not wrong else "WRONG: " + "; ".join(wrong))
     return 1 if wrong else 0
 
 
 def _supervise(
-    tasks: list[Task], gpus: list[str], show: Callable[[str], None], start: float
+    tasks: list[Task], gpus: list[str], options: str, show: Callable[[str], None], start: float
 ) -> tuple[Tally, list[dict[str, Any]]]:
     """What all workers did, and those that ended before their time with the batch that they were at.
 
-    gpus: names of those that workers are spread over; each sees its own only.
+    gpus: names of those that workers are spread over; each sees its own only, behind the others that it is to see.
+    options: of the command line that repeats a problem.
     """
     context = get_context("spawn")
     before = {name: os.environ.get(name) for name in (*_ONE_THREAD, _VISIBLE)}
@@ -141,7 +148,8 @@ def _supervise(
         for task in tasks:
             mine, theirs = context.Pipe(duplex=False)
             if gpus:
-                os.environ[_VISIBLE] = gpus[task.worker % len(gpus)]
+                seen = range(task.worker - task.gpu, task.worker + 1)
+                os.environ[_VISIBLE] = ",".join(gpus[i % len(gpus)] for i in seen)
             process = context.Process(target=run_process, args=(task, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -161,7 +169,7 @@ def _supervise(
                 elif kind == "tally":
                     total.add(content)
                     for text, names, smaller in content.wrong:
-                        _show_wrong(text, names, smaller, task.backend, show)
+                        _show_wrong(text, names, smaller, options, show)
                 else:
                     del open_[connection]
                     if content:
@@ -189,15 +197,15 @@ def _supervise(
     return total, crashes
 
 
-def _show_wrong(text: str, names: list[str], smaller: str, backend: BackendName, show: Callable[[str], None]) -> None:
+def _show_wrong(text: str, names: list[str], smaller: str, options: str, show: Callable[[str], None]) -> None:
     show(f"WRONG {'; '.join(names)}")
-    show(f"  padless fuzz --backend {backend} --repeat {json.dumps(smaller)}")
+    show(f"  padless fuzz {options} --repeat {json.dumps(smaller)}")
     if smaller != text:
         show(f"  found as {text}")
 
 
 def _report(
-    total: Tally, crashes: list[dict[str, Any]], backend: BackendName, seconds: float, show: Callable[[str], None]
+    total: Tally, crashes: list[dict[str, Any]], options: str, seconds: float, show: Callable[[str], None]
 ) -> None:
     for call in sorted(total.done | total.refused):
         refused = f", {total.refused[call]} refused" if total.refused[call] else ""
@@ -209,7 +217,7 @@ def _report(
     for crash in crashes:
         show(f"WRONG one of these ended a worker ({crash['error']}):")
         for text in crash["problems"]:
-            show(f"  padless fuzz --backend {backend} --repeat {json.dumps(text)}")
+            show(f"  padless fuzz {options} --repeat {json.dumps(text)}")
     done = sum(total.done.values())
     show(f"{done} problems in {seconds:.1f} s, {len(total.wrong) + len(crashes)} wrong")
 

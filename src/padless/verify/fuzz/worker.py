@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import torch
+
 from padless.runtime.choices import BackendName
 from padless.runtime.shared_cache import alone
 from padless.verify.fuzz.place import Place, place_of, reserve
@@ -31,7 +33,8 @@ _SHOWN = 300  # characters of an error
 class Task:
     """A worker's share. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
 
-    workers: how many there are, which share kits; see ``problems_of``.
+    workers: how many there are, which share kits; see ``problems_of``. gpu: the index of the one that tensors are on;
+    the first is current.
     """
 
     worker: int
@@ -41,6 +44,7 @@ class Task:
     problems: int
     calls: tuple[str, ...] = ()
     workers: int = 1
+    gpu: int = 0
 
 
 @dataclass
@@ -131,6 +135,9 @@ def _launch(
             if "CUDA" in f"{type(error).__name__}{error}":
                 raise
             raised[i] = [f"raised {type(error).__name__}: {error}"[:_SHOWN]]
+        if place.device.type == "cuda" and (now := torch.cuda.current_device()) != 0:
+            torch.cuda.set_device(0)
+            raised.setdefault(i, []).append(f"cuda:{now} was current afterwards, and cuda:0 before")
     return raised, refused
 
 
@@ -140,8 +147,6 @@ def _waits(place: Place, tally: Tally) -> Iterator[None]:
     if place.device.type != "cuda":
         yield
         return
-    import torch
-
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -170,12 +175,10 @@ def _compile_once() -> None:
 
 def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
     """Runs batches. tell: gets ("started", problems as text), ("tally", Tally), and at the end ("ended", "")."""
-    import torch
-
     torch.set_num_threads(1)
     if task.backend == "cuda":
         _compile_once()
-    place = place_of(task.backend)
+    place = place_of(task.backend, task.gpu)
     reserve(place)
     subjects = subjects_of(task.backend, place.arch)
     if task.calls:

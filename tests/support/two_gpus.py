@@ -1,0 +1,114 @@
+"""A process with two GPUs, of which tensors are on the second and the first is current: nothing is computed.
+
+Tensors lie in the CPU's memory and say that they are on the second GPU, but for those that are named. CUDA kernels are
+launched into a libcuda that fails in a wrong context, as the real one; a stand-in for Triton's launches, which are on
+the current device, asks where the tensors are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler import CompiledKernel as TritonKernel
+from triton.runtime.jit import KernelInterface
+
+from padless.kernels import launch
+from padless.moe import fused
+from padless.moe.triton import route
+from padless.ops import grouped_gemm_plain, grouped_gemm_wgrad, grouped_gemm_wgrad_rows, launch_cache
+from padless.quantization.triton import casts, launches
+from padless.runtime import devices, driver, jit
+from support import libcuda
+
+SECOND = torch.device("cuda", 1)
+STREAM = 0x2000  # torch's current one on the second GPU
+KERNEL = jit.CompiledKernel(b"\x7fELFfake", "cubin", "the_entry", 202_752, 384, 5, 168, 0, 0, "")
+_CACHES = (devices._cuda_of, driver._driver_of, fused._capability, launches.is_programmatic, casts.casts_in_hardware)
+_MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "randn", "tensor", "zeros")
+
+
+def _on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the CPU for a GPU among its arguments."""
+
+    def there(value: Any) -> Any:
+        return "cpu" if isinstance(value, torch.device) and value.type == "cuda" else value
+
+    return lambda *args, **kwargs: function(*map(there, args), **{name: there(v) for name, v in kwargs.items()})
+
+
+class TwoGpus:
+    """What was launched inside ``pretended``: how many kernels of CUDA and of Triton."""
+
+    def __init__(self, library: ctypes.CDLL, stub: libcuda.Stub) -> None:
+        self._library, self._stub, self.of_triton = library, stub, 0
+        self.on_the_first: set[int] = set()  # addresses of tensors
+
+    def index_of(self, t: torch.Tensor) -> int:
+        return 0 if t.data_ptr() in self.on_the_first else SECOND.index
+
+    @property
+    def of_cuda(self) -> list[str]:
+        return [call for call in self._stub.calls if call.startswith("cuLaunchKernelEx")]
+
+    @property
+    def current(self) -> int:
+        return self._library.stub_device()
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        """torch.cuda.device."""
+        before = self.current
+        self._library.stub_set_device(device.index)
+        try:
+            yield
+        finally:
+            self._library.stub_set_device(before)
+
+    def run_triton(self, *arguments: Any, **options: Any) -> TritonKernel:
+        """Triton launches on the current device."""
+        on = {a.get_device() for a in arguments if isinstance(a, torch.Tensor)}
+        assert on == {self.current}, f"tensors are on {on} and cuda:{self.current} is current"
+        self.of_triton += 1
+        return object.__new__(TritonKernel)
+
+
+@contextmanager
+def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[TwoGpus]:
+    """Two GPUs of a kind inside."""
+    for cache in _CACHES:
+        cache.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        stub = libcuda.installed(library, patch)
+        library.stub_set_capabilities(*[10 * capability[0] + capability[1]] * 2)
+        library.stub_reads_arguments(0)
+        gpus = TwoGpus(library, stub)
+        answers = {
+            "is_available": lambda: True, "device_count": lambda: 2, "device": gpus.device,
+            "current_device": lambda: gpus.current, "get_device_capability": lambda device=None: capability,
+            "get_device_name": lambda device=None: "NVIDIA Pretended", "is_current_stream_capturing": lambda: False,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            patch.setattr(torch.cuda, name, answer)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM * index, raising=False)
+        for module in (launch_cache, grouped_gemm_plain, grouped_gemm_wgrad, grouped_gemm_wgrad_rows):
+            patch.setattr(module, "current_stream", lambda index: STREAM * index)
+        patch.setattr(launch, "compile_kernel", lambda *arguments: KERNEL)
+        patch.setattr(jit, "nvrtc_version", lambda: "13.0")
+        for kind in (KernelInterface, TritonKernel):
+            patch.setattr(kind, "__getitem__", lambda kernel, grid: gpus.run_triton, raising=False)
+        unset = route.empty
+        patch.setattr(route, "empty", lambda *a: route.Sorted(*(t.zero_() for t in unset(*a))))
+        for name in _MAKERS:
+            patch.setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+        patch.setattr(torch.Tensor, "to", _on_the_cpu(torch.Tensor.to))
+        where = property(lambda t: torch.device("cuda", gpus.index_of(t)))
+        for name, of_tensors in {"is_cuda": True, "device": where, "get_device": lambda t: gpus.index_of(t)}.items():
+            patch.setattr(torch.Tensor, name, of_tensors, raising=False)
+        yield gpus
+    for cache in _CACHES:
+        cache.cache_clear()
