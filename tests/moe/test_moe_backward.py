@@ -217,6 +217,15 @@ def test_layers_without_a_backward_pass_are_refused(pair: Any, options: dict[str
             given.run(moe)
 
 
+@pytest.mark.parametrize("square", [False, True])
+def test_the_second_derivative_is_refused(square: bool) -> None:
+    """Whether or not the gradient that comes in requires grad."""
+    given = leaves(problem(tokens=6), torch.float32)
+    out = given.run(moe)
+    with pytest.raises(RuntimeError, match=r"create_graph is True .* can be differentiated once"):
+        torch.autograd.grad((out.square() if square else out).sum(), given.x, create_graph=True)
+
+
 def test_operators() -> None:
     layer = leaves(problem(tokens=6), torch.float32)
     w13, w2 = (t.data.view(torch.uint8) for t in (layer.w13, layer.w2))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from padless.distributed.plan import ExpertPlan
+from padless.gradients import once_differentiable
 
 
 def tracked(t: torch.Tensor) -> torch.Tensor:
@@ -31,6 +32,7 @@ class Dispatch(torch.autograd.Function):
         return rows, *plan
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, drows: torch.Tensor, _offs: Any, dprob: torch.Tensor, *_: Any):
         """dtokens = the sum of a token's rows of drows, as combine sums; dweights = dprob of each slot's row."""
         offs, inverse, ids, overflow = ctx.saved_tensors
@@ -50,6 +52,7 @@ class Combine(torch.autograd.Function):
         return backend.combine(rows.detach(), p, p.prob if weighted else None, None)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor):
         """drows[r] = prob * dout of the row's token; dprob[r] = rows[r] . dout of the row's token, in float32."""
         rows, *saved = ctx.saved_tensors

@@ -16,7 +16,7 @@ import torch
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, tracked
 from padless.distributed.plan import ExpertPlan
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.gradients import refuse_gradients
+from padless.gradients import once_differentiable, refuse_gradients
 from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
@@ -213,7 +213,7 @@ class _MoeOverRanks(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor):
         ep, experts = ctx.ep, ctx.experts
         *parts, codes, scale = ctx.saved_tensors
