@@ -70,7 +70,7 @@ def test_killed_mutants_of_a_small_kernel_are_as_recorded() -> None:
     assert [m.instruction.modifiers[0] for m in survivors] == ["try_wait", "arrive", "arrive"]
     assert [m.instruction.modifiers[1] for m in survivors] == ["parity", "expect_tx", "shared::cta"]
     by = Counter(v.killed_by for v in verdicts if v.killed_by)
-    assert by == {"race": 7, "deadlock": 2, "mbarrier": 3, "missing-proxy-fence": 1}
+    assert by == {"race": 7, "deadlock": 2, "mbarrier": 2, "mbarrier-init": 1, "missing-proxy-fence": 1}
 
 
 def test_mutants_are_drawn_from_executed_instructions_with_a_seed() -> None:
