@@ -78,6 +78,11 @@ def out(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+def shared_memory() -> Any:
+    memory = normal(M + 5, N).bfloat16()
+    return padless.grouped_gemm(memory[:M], normal(G, N, N).bfloat16(), OFFS, out=memory[5:])
+
+
 def misaligned(t: BlockScaledTensor) -> BlockScaledTensor:
     flat = torch.zeros(t.data.numel() + 8, dtype=torch.uint8)
     return BlockScaledTensor(flat[8:].view(t.data.dtype).view(t.data.shape), t.scale, t.format)
@@ -143,6 +148,7 @@ LINES: tuple[Bad, ...] = (
     Bad(GEMM, "`out` of another shape", multiply(out=out(M, N + 8))),
     Bad(GEMM, "`out` of float64", multiply(out=out(M, N, dtype=torch.float64))),
     Bad(GEMM, "`out` whose columns are contiguous", multiply(out=out(N, M).t())),
+    Bad(GEMM, "`out` in the memory of an operand", shared_memory),
     Bad(GEMM, "`out_dtype` int8", multiply(out_dtype=torch.int8)),
     Bad(GEMM, "an unknown backend", multiply(backend="gpu")),
     Bad(GEMM, "a config of another kernel", multiply(config=padless.Sm90Bf16Config)),

@@ -68,6 +68,13 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
         raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
 
 
+def tensors_of(name: str, t: Activation) -> list[tuple[str, torch.Tensor | None]]:
+    """The tensors that a product reads of an operand, with the names that messages have for them."""
+    if isinstance(t, torch.Tensor):
+        return [(name, t)]
+    return [(f"{name}.data", t.data), (f"{name}.scale", t.scale), (f"{name}.global_scale", t.global_scale)]
+
+
 def check_operands_of_kernel(a: Activation, b: BlockScaledTensor) -> None:
     """Raises ValueError for checked operands that the kernels cannot read, where the reference could."""
     check_alignment(_name_of_data(a), data_of(a))

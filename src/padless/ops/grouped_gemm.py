@@ -26,8 +26,10 @@ from padless.ops.checks import (
     data_of,
     describe,
     output,
+    tensors_of,
 )
 from padless.ops.grouped_gemm_plain import grouped_gemm_plain
+from padless.ops.overlap import check_apart
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_readable, is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
@@ -80,7 +82,7 @@ def grouped_gemm(
         offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group. G is at
             most 1024. int64, what torch's cumsum gives, is cast first, a launch more on a GPU.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
-            new tensor they hold whatever was in memory.
+            new tensor they hold whatever was in memory. It shares no memory with what the call reads.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator" (Hopper's kernels on the CPU), "emulator:sm_100a" (Blackwell's), or
             None: the GPU's kernel for tensors on a GPU, else the reference.
@@ -176,6 +178,7 @@ def _run(
         if offs is not None:
             check_offs_values(offs, a.shape[0])
         result = output(a, weights, out, out_dtype)
+        check_apart([("out", result)], [*tensors_of("a", a), *tensors_of("b", b), ("offs", offs)])
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)
 
@@ -186,6 +189,7 @@ def _run(
     route = find_route(operation, driver.arch, format_name(a), b.format.name, config)
     result = output(a, weights, out, out_dtype, any_n=route.any_n)
     check_output_of_kernel(result)
+    check_apart([("out", result)], [*tensors_of("a", a), *tensors_of("b", b), ("offs", offs)])
     if not missed.checked:
         missed.remember_checked(a, b, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:

@@ -11,7 +11,7 @@ from padless.formats import BlockScaledTensor
 from padless.gradients import detached, refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_offs_values, check_operands, data_of
-from padless.ops.epilogue_checks import check_tensors
+from padless.ops.epilogue_checks import check_outputs_apart, check_tensors
 from padless.ops.epilogue_run import check_columns, check_m_aligned, compute, with_outputs
 from padless.runtime.choices import BackendName
 
@@ -37,7 +37,8 @@ def grouped_gemm_epilogue(
         offs: (G,) int32 or int64 end rows, as in grouped_gemm.
         epilogue: what is done, see padless.epilogue for the arithmetic, and which operands and outputs it has.
         tensors: the operands of the epilogue (alpha, bias, prob, norm_const, global_scale) and outputs to write into;
-            outputs that are None are allocated. What an ``amax`` given holds joins in: fill it with -inf first.
+            outputs that are None are allocated; those given share no memory with what the call reads, nor with one
+            another. What an ``amax`` given holds joins in: fill it with -inf first.
         m_aligned: what every end offset is a multiple of; decides the tiles that column scales need (``column_tiles``).
         backend: as in grouped_gemm.
         config: as in grouped_gemm.
@@ -66,8 +67,12 @@ def grouped_gemm_epilogue(
         check_offs_values(offs, m)
         check_offs_aligned(offs, m_aligned)
     complete = with_outputs(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
+    check_outputs_apart(a, b, offs, complete, _NAMES)
     compute(a, b, offs, epilogue, complete, backend, config, stream, m_aligned, check_offs)
     return complete
+
+
+_NAMES = {name: name for name in ("a", "b", "offs")} | {f.name: f"tensors.{f.name}" for f in fields(EpilogueTensors)}
 
 
 def _detached(tensors: EpilogueTensors) -> EpilogueTensors:

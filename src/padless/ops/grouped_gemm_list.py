@@ -13,8 +13,16 @@ from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
 from padless.ops import traced
-from padless.ops.checks import as_one_group, check_alignment, check_operands, check_operands_of_kernel, describe
+from padless.ops.checks import (
+    as_one_group,
+    check_alignment,
+    check_operands,
+    check_operands_of_kernel,
+    describe,
+    tensors_of,
+)
 from padless.ops.launch_cache import stream_of
+from padless.ops.overlap import check_apart, check_distinct
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
@@ -36,7 +44,8 @@ def grouped_gemm_list(
         a: activations, (M_i, K_i); M_i may be 0, K_i is a multiple of 32 (FP8_BLOCK: 16).
         b: weights, (N_i, K_i), as many. All a have one format and all b one, a pair of docs/supported.md for Blackwell.
         out: (M_i, N_i) tensors of one dtype, all with contiguous rows that start on 16-byte boundaries (N_i a multiple
-            of 16 bytes), or all with contiguous columns; None for new row-major ones.
+            of 16 bytes), or all with contiguous columns; None for new row-major ones. They share no memory with what
+            the call reads, nor with one another.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         alpha: (len(a),) float32, or None for 1.
         backend: "cuda", "emulator:sm_100a", "reference" or None: the GPU for tensors on a GPU, else the reference.
@@ -62,6 +71,7 @@ def grouped_gemm_list(
         return outputs
     backend = chosen_backend(backend, outputs[0])
     if backend == "reference":
+        _check_apart(a, b, outputs, alpha)
         for i in kept:
             _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
         return outputs
@@ -83,6 +93,7 @@ def grouped_gemm_list(
         described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         key = (config, a[0].scale_layout, b[0].scale_layout, *described)
     if (prepared := _PREPARED.get(key)) is None:
+        _check_apart(a, b, outputs, alpha)
         some = torch.tensor(kept, device=outputs[0].device)
         alphas = alpha if alpha is None or len(kept) == len(a) else alpha.view(-1)[some].contiguous()
         prepared = prepare_list(
@@ -136,6 +147,18 @@ def _check(
     return outputs
 
 
+def _check_apart(
+    a: Sequence[BlockScaledTensor], b: Sequence[BlockScaledTensor], out: Sequence[torch.Tensor],
+    alpha: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError for an output in the memory of an operand or of another output."""
+    inputs: list[tuple[str, torch.Tensor | None]] = [("alpha", alpha)]
+    for i, operands in enumerate(zip(a, b, strict=True)):
+        for name, t in zip("ab", operands, strict=True):
+            inputs += tensors_of(f"{name}[{i}]", t)
+    check_apart([(f"out[{i}]", t) for i, t in enumerate(out)], inputs)
+
+
 def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
     weights = as_one_group(b)
     if isinstance(a, BlockScaledTensor) and a.scale_layout == "blocked_groups":
@@ -156,3 +179,4 @@ def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor)
             )
     elif out.stride(0) != 1 and shape[0] > 1:
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
+    check_distinct("out", out)

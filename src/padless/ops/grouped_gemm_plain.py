@@ -22,6 +22,7 @@ from padless.ops.checks import (
     output,
 )
 from padless.ops.launch_cache import current_stream
+from padless.ops.overlap import check_apart
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import is_traced
@@ -65,6 +66,7 @@ def grouped_gemm_plain(
     result = output(a, weights, out, out_dtype)
     if is_traced(a):
         return traced.product(a, b, offs, result, backend, check_offs, config)
+    check_apart([("out", result)], [("a", a), ("b", b), ("offs", offs)])
     backend = chosen_backend(backend, a)
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs

@@ -11,6 +11,7 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops import traced
 from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
 from padless.ops.launch_cache import current_stream
+from padless.ops.overlap import check_apart
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
@@ -47,6 +48,7 @@ def grouped_gemm_wgrad_rows(
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
     if is_traced(result):
         return traced.wgrad_of_rows(dy, x, ends, result, accumulate, backend, config)
+    check_apart([("out", result)], [("dy", dy), ("x", x), ("offs", ends)])
     driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
     if driver is None:
         return grouped_gemm_wgrad_rows_reference(dy, x, ends, out=result, accumulate=accumulate)

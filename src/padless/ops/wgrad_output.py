@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from padless.ops.checks import describe
+from padless.ops.overlap import check_distinct
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import Driver
 
@@ -32,8 +33,7 @@ def gradient_output(
         raise ValueError(f"out must be (G, N, K) = {shape} on {device}, got {describe(out)}")
     if out.stride(2) != 1:
         raise ValueError(f"out must be contiguous along K, got strides {out.stride()}; call .contiguous()")
-    if any(stride < size for stride, size in _overlapping(out)):
-        raise ValueError(f"out has rows that overlap, with strides {out.stride()}; give a tensor of distinct elements")
+    check_distinct("out", out)
     return out
 
 
@@ -57,13 +57,6 @@ def is_without_tokens(out: torch.Tensor, accumulate: bool, tokens: int) -> bool:
     if out.shape[0] > 0 and tokens == 0 and not accumulate:
         out.zero_()
     return out.shape[0] == 0 or tokens == 0
-
-
-def _overlapping(out: torch.Tensor) -> list[tuple[int, int]]:
-    """(stride, elements that it has to leave room for) of the outer dimensions."""
-    groups, n, k = out.shape
-    rows = [(out.stride(1), k)] if n > 1 else []
-    return rows + ([(out.stride(0), (n - 1) * out.stride(1) + k if n > 1 else k)] if groups > 1 else [])
 
 
 def check_gradient_of_kernel(out: torch.Tensor) -> None:

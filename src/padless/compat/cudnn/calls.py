@@ -12,11 +12,12 @@ import torch
 
 from padless.compat.cudnn.given import format_from, into, without_locals
 from padless.compat.cudnn.keywords import check_others
-from padless.compat.cudnn.operands import GATE_UP
+from padless.compat.cudnn.operands import GATE_UP, NAMES
 from padless.compat.cudnn.outputs import QuantOutputs, pack
 from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
+from padless.ops.epilogue_checks import check_outputs_apart
 from padless.ops.epilogue_run import compute, with_outputs
 from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
 
@@ -35,6 +36,8 @@ def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
     o, epilogue = resolved.operands, resolved.epilogue
     tensors = into(out, epilogue, resolved.tensors, o)
     tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
+    if out is not None:
+        check_outputs_apart(o.a, o.b, o.offs, tensors, NAMES | {"row_codes": "out.data", "row_scale": "out.scale"})
     stream = stream_handle(request.current_stream)
     how = (request.backend, request.config, stream, request.m_aligned, request.check_offs)
     compute(o.a, o.b, o.offs, epilogue, tensors, *how)

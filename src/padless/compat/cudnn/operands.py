@@ -17,6 +17,17 @@ from padless.ops.checks import Activation, as_int32, check_operands, describe
 GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 SEMANTICS = ("implementation", "documented")
 NUMBER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What callers call the tensors of a call, by their names in `padless.ops`.
+NAMES = {
+    **{name: f"{name}_tensor" for name in ("a", "b", "alpha", "bias", "prob", "norm_const", "global_scale")},
+    "offs": "padded_offsets",
+    "d": "d_tensor",
+    "amax": "amax_tensor",
+    "row_codes": "d_tensor",
+    "row_scale": "sfd_row_tensor",
+    "column_codes": "d_col_tensor",
+    "column_scale": "sfd_col_tensor",
+}
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8)
 # (codes, scales) -> format; uint8 is two FP4 codes.
 _FORMATS = {
