@@ -34,6 +34,7 @@ from typing import Any, cast
 
 import torch
 
+from padless.arguments import check_tensor_type, shown
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -57,7 +58,7 @@ _BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0
 
 def from_deepseek(weight: torch.Tensor, scale_inv: torch.Tensor) -> BlockScaledTensor:
     """FP8_BLOCK weights of e4m3 (.., N, K) and one decode scale per 128 x 128, float32, bf16 or e8m0."""
-    refuse_gradients(weight=weight, scale_inv=scale_inv)
+    _check_tensors(weight=weight, scale_inv=scale_inv)
     if scale_inv.dtype not in _BLOCK_SCALES:
         allowed = "float32, bfloat16, float16 or float8_e8m0fnu"
         raise ValueError(f"scale_inv must be {allowed}, got {scale_inv.dtype} {tuple(scale_inv.shape)}")
@@ -72,7 +73,7 @@ def from_compressed_tensors(
     The global scale is an encode scale, 2688 / amax; the decode scale kept is its float32 reciprocal. On a CPU its
     values are looked at: they must be positive and finite.
     """
-    refuse_gradients(packed=packed, scale=scale, global_scale=global_scale)
+    _check_tensors(packed=packed, scale=scale, global_scale=global_scale)
     if global_scale is None:
         return _fp4(packed, scale, None)
     if is_readable(global_scale) and not bool((global_scale.isfinite() & (global_scale > 0)).all()):
@@ -91,7 +92,7 @@ def from_torch(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tens
         16 bytes a tile; or, for e4m3 data, float32, bf16 or fp16 per 128 x 128 (FP8_BLOCK).
     global_scale: NVFP4's decode scale, one or one per weight.
     """
-    refuse_gradients(data=data, scale=scale, global_scale=global_scale)
+    _check_tensors(data=data, scale=scale, global_scale=global_scale)
     if data.dtype == torch.float8_e4m3fn and scale.is_floating_point() and scale.dtype.itemsize > 1:
         return _fp8_block(data, scale, global_scale)
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -102,10 +103,18 @@ def from_torch(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tens
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> BlockScaledTensor:
     """MXFP4 weights of uint8 blocks (.., N, K / 32, 16) and uint8 scales (.., N, K / 32)."""
-    refuse_gradients(blocks=blocks, scales=scales)
+    _check_tensors(blocks=blocks, scales=scales)
     if blocks.dtype != torch.uint8 or blocks.dim() < 3 or blocks.shape[-1] != 16:
         raise ValueError(f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}")
     return _fp4(blocks.flatten(-2), scales, None)
+
+
+def _check_tensors(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError for what is no tensor that can be read; a global scale may be None."""
+    for name, t in tensors.items():
+        if t is not None or name != "global_scale":
+            check_tensor_type(name, t)
+    refuse_gradients(**tensors)
 
 
 def _fp8_block(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
@@ -196,8 +205,8 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     refuse_gradients(weights=weights)
-    if not weights:
-        raise ValueError("weights must not be empty")
+    if not isinstance(weights, Sequence) or not weights or not all(isinstance(t, BlockScaledTensor) for t in weights):
+        raise ValueError(f"weights must be a list of BlockScaledTensors, one or more, got {shown(weights)}")
     for i, t in enumerate(weights):
         if t.format != weights[0].format or t.scale_layout != "plain":
             raise ValueError(

@@ -125,11 +125,12 @@ def assert_exports(module: Program, name: str) -> None:
     assert called or not name.startswith(OPERATORS)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_compile(name: str) -> None:
-    """In one graph, of arguments as a user has them."""
+def test_compile(name: str, dynamic: bool | None) -> None:
+    """In one graph, of arguments as a user has them. dynamic: sizes and numbers may all change."""
     torch._dynamo.reset()
-    compiled = torch.compile(CALLS[name].function, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(CALLS[name].function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     given, eager = CALLS[name].arguments(), CALLS[name].arguments()
     got, want = compiled(**given), CALLS[name].function(**eager)
     assert type(got) is type(want)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from padless.arguments import check_device, check_flag, check_integer, is_one_of, shown
 from padless.distributed import ExpertParallel
 from padless.formats import NVFP4
+from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule
 from padless.nn.recipe import Recipe
@@ -57,6 +59,9 @@ class Experts(QuantizedModule):
         ep: ExpertParallel | None = None,
     ) -> None:
         super().__init__(recipe, delayed_wgrad)
+        check_integer("hidden", hidden, 1)
+        check_integer("intermediate", intermediate, 1)
+        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         check_gate_up(gate_up, intermediate)
         if ep is not None:
@@ -191,10 +196,15 @@ class MoE(nn.Module):
         super().__init__()
         if ep is not None and ep.settings.top_k != top_k:
             raise ValueError(f"top_k is {top_k} and ep's {ep.settings.top_k}; they must be the same")
-        if not 1 <= top_k <= min(num_experts, 16):
-            raise ValueError(f"top_k is {top_k}; it must be from 1 to 16 and at most num_experts = {num_experts}")
-        if score not in SCORES:
-            raise ValueError(f"score is {score!r}; allowed: {', '.join(map(repr, SCORES))}")
+        check_integer("hidden", hidden, 1)
+        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        check_integer("top_k", top_k, 1, min(num_experts, MAX_TOP_K))
+        if shared_intermediate is not None:
+            check_integer("shared_intermediate", shared_intermediate, 1)
+        check_flag("normalize", normalize)
+        check_device(device)
+        if not is_one_of(score, SCORES):
+            raise ValueError(f"score is {shown(score)}; allowed: {', '.join(map(repr, SCORES))}")
         self.top_k, self.score, self.normalize = top_k, score, normalize
         self.router = nn.Linear(hidden, num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(

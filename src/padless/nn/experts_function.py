@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from padless.arguments import is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
 from padless.epilogue import INTERLEAVE
@@ -41,7 +42,7 @@ from padless.nn.quantizers import activation_gradients, quantized
 from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
-from padless.quantization.lifting import LOWER
+from padless.quantization.lifting import lowered_by_lift
 from padless.quantization.swiglu_backward import GATE_UP
 from padless.runtime.choices import SwigluGateUp
 
@@ -117,10 +118,10 @@ def check_tokens(
 
 def check_gate_up(gate_up: str, intermediate: int) -> None:
     """Raises ValueError for an order of gate and up that I columns cannot have."""
-    if gate_up not in GATE_UP or (gate_up == "interleaved" and intermediate % INTERLEAVE):
+    if not is_one_of(gate_up, GATE_UP) or (gate_up == "interleaved" and intermediate % INTERLEAVE):
         raise ValueError(
-            f"gate_up is {gate_up!r} and I {intermediate}; allowed: {', '.join(map(repr, GATE_UP))}, the latter for "
-            f"multiples of {INTERLEAVE}"
+            f"gate_up is {shown(gate_up)} and I {intermediate}; allowed: {', '.join(map(repr, GATE_UP))}, the latter "
+            f"for multiples of {INTERLEAVE}"
         )
 
 
@@ -358,7 +359,7 @@ def _activation_gradients(
     if recipe.fp8_dgrad and recipe.fp8_wgrad:
         found = activation_gradients(dh, z, offs, prob, plan.gate_up, recipe.column_block)
         assert found.dprob is not None
-        return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob * LOWER
+        return found.dz_rows, found.dz_columns, found.hidden_columns, lowered_by_lift(found.dprob)
     dz, h, dprob = call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
     wgrad13 = recipe.wgrad if needs13 else None
     dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.dgrad, wgrad13, (1, 128), is_gradient=True)

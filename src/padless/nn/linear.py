@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.nn.linear_function import MULTIPLE, grouped_linear
+from padless.arguments import check_device, check_integer, is_one_of, refuse_kinds, shown
+from padless.kernels.config import MAX_GROUPS
+from padless.nn.linear_function import check_sizes, grouped_linear
 from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import WeightCodes, WeightOperands
 from padless.nn.weight_gradient import DelayedWgrad
+from padless.quantization.quantize import INPUT_DTYPES
 
 
 class QuantizedModule(nn.Module):
@@ -25,6 +28,8 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self._codes: dict[str, WeightCodes] = {}
         self.recipe = as_recipe(recipe)
+        if delayed_wgrad is not None and not isinstance(delayed_wgrad, DelayedWgrad):
+            raise ValueError(f"delayed_wgrad must be a padless.nn.DelayedWgrad or None, got {shown(delayed_wgrad)}")
         self.delayed_wgrad = delayed_wgrad
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -32,7 +37,10 @@ class QuantizedModule(nn.Module):
         codes = self.__dict__.get("_codes", {}).get(name)
         if codes is not None:
             codes.forget()
-        value = as_recipe(value) if name == "recipe" else value
+        if name == "recipe":
+            value = as_recipe(value)
+            for weight in self._codes:
+                check_sizes(weight, tuple(getattr(self, weight).shape), value)
         super().__setattr__(name, value)
 
     def forget_codes(self) -> None:
@@ -44,15 +52,16 @@ class QuantizedModule(nn.Module):
             codes.forget()
 
     def _add_weight(self, name: str, shape: tuple[int, int, int], **factory: Any) -> None:
-        """Registers a parameter (G, N, K). Raises ValueError for sizes that no recipe takes."""
-        if min(shape) < 1 or shape[1] % MULTIPLE or shape[2] % MULTIPLE:
-            raise ValueError(
-                f"{name} would be (num_groups, N, K) = {shape}; N and K must be positive multiples of {MULTIPLE}"
-            )
+        """Registers a parameter (G, N, K). Raises ValueError for sizes and types that the recipe does not take."""
+        check_sizes(name, shape, self.recipe)
+        if not is_one_of(factory.get("dtype"), (None, *INPUT_DTYPES, torch.float64)):
+            raise ValueError(f"dtype is {shown(factory['dtype'])}; allowed: bfloat16, float16 or float32")
+        check_device(factory.get("device"))
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self._codes[name] = WeightCodes()
 
     def _operands(self, name: str, weight: torch.Tensor) -> WeightOperands:
+        refuse_kinds(**{name: weight})
         return self._codes[name].of(weight, self.recipe)
 
     def reset_parameters(self) -> None:
@@ -88,6 +97,9 @@ class GroupedLinear(QuantizedModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(recipe, delayed_wgrad)
+        check_integer("num_groups", num_groups, 1, MAX_GROUPS)
+        check_integer("in_features", in_features, 1)
+        check_integer("out_features", out_features, 1)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._add_weight("weight", (num_groups, out_features, in_features), dtype=dtype, device=device)
         self.reset_parameters()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from padless.arguments import is_one_of
 from padless.formats import OUT_DTYPES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.table import BF16, ROUTES, format_name
@@ -185,7 +186,7 @@ def output(
     """
     m, n = a.shape[0], b.shape[1]
     if out is None:
-        if out_dtype not in OUT_DTYPES:
+        if not is_one_of(out_dtype, OUT_DTYPES):
             raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     else:

@@ -10,7 +10,7 @@ from padless.epilogue import Epilogue, EpilogueTensors, column_scale_shape, colu
 from padless.formats import BlockScaledTensor, is_mn_major
 from padless.ops.checks import Activation, check_rows, data_of, describe, tensors_of
 from padless.ops.epilogue_run import check_tensor
-from padless.ops.overlap import check_apart
+from padless.ops.outputs import check_outputs
 from padless.row_groups import is_traced
 
 
@@ -69,7 +69,7 @@ def check_outputs_apart(
     if is_traced(data_of(a)):
         return
     numbers, outputs = ([(names[part], getattr(tensors, part)) for part in of] for of in (_NUMBERS, _OUTPUTS))
-    check_apart(outputs, [*tensors_of(names["a"], a), *tensors_of(names["b"], b), (names["offs"], offs), *numbers])
+    check_outputs(outputs, [*tensors_of(names["a"], a), *tensors_of(names["b"], b), (names["offs"], offs), *numbers])
 
 
 def _is_one_number(t: torch.Tensor | None) -> bool:

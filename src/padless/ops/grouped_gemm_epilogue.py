@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from padless.arguments import check_flag, check_integer, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor
 from padless.gradients import detached, refuse_gradients
@@ -55,7 +56,14 @@ def grouped_gemm_epilogue(
             device. Nothing is done in several launches instead: for that, call
             grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    refuse_gradients(a=a, b=b)
+    refuse_gradients(a=a, b=b, offs=offs)
+    check_flag("check_offs", check_offs)
+    if not isinstance(epilogue, Epilogue):
+        raise ValueError(f"epilogue must be a padless.Epilogue, got {shown(epilogue)}")
+    if tensors is not None and not isinstance(tensors, EpilogueTensors):
+        raise ValueError(f"tensors must be a padless.EpilogueTensors or None, got {shown(tensors)}")
+    if stream is not None:
+        check_integer("stream", stream, 0, 2**64 - 1)
     given = EpilogueTensors() if tensors is None else _detached(tensors)
     a, offs = as_int32(a, offs)
     check_operands("grouped_gemm", a, b, offs)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from padless.arguments import is_one_of
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import keep
@@ -22,7 +23,7 @@ from padless.ops.checks import (
     tensors_of,
 )
 from padless.ops.launch_cache import stream_of
-from padless.ops.overlap import check_apart, check_distinct
+from padless.ops.outputs import check_outputs
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
@@ -71,7 +72,7 @@ def grouped_gemm_list(
         return outputs
     backend = chosen_backend(backend, outputs[0])
     if backend == "reference":
-        _check_apart(a, b, outputs, alpha)
+        _check_memory(a, b, outputs, alpha)
         for i in kept:
             _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
         return outputs
@@ -93,7 +94,7 @@ def grouped_gemm_list(
         described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         key = (config, a[0].scale_layout, b[0].scale_layout, *described)
     if (prepared := _PREPARED.get(key)) is None:
-        _check_apart(a, b, outputs, alpha)
+        _check_memory(a, b, outputs, alpha)
         some = torch.tensor(kept, device=outputs[0].device)
         alphas = alpha if alpha is None or len(kept) == len(a) else alpha.view(-1)[some].contiguous()
         prepared = prepare_list(
@@ -127,11 +128,16 @@ def _check(
     out_dtype: torch.dtype, alpha: torch.Tensor | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The outputs, made if there are none. Raises ValueError."""
+    for name, given in (("a", a), ("b", b), ("out", out)):
+        if not isinstance(given, Sequence) and (name != "out" or given is not None):
+            raise ValueError(f"{name} must be a list with one for each problem, got {describe(given)}")
     if len(a) != len(b) or (out is not None and len(out) != len(a)):
         raise ValueError(f"a has {len(a)} problems, b {len(b)} and out {'none' if out is None else len(out)}")
-    if alpha is not None and (alpha.dtype != torch.float32 or alpha.shape != (len(a),)):
+    if alpha is not None and (
+        not isinstance(alpha, torch.Tensor) or alpha.dtype != torch.float32 or alpha.shape != (len(a),)
+    ):
         raise ValueError(f"alpha must be ({len(a)},) float32, got {describe(alpha)}")
-    if out is None and out_dtype not in OUT_DTYPES:
+    if out is None and not is_one_of(out_dtype, OUT_DTYPES):
         raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
     outputs: list[torch.Tensor] = []
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
@@ -147,7 +153,7 @@ def _check(
     return outputs
 
 
-def _check_apart(
+def _check_memory(
     a: Sequence[BlockScaledTensor], b: Sequence[BlockScaledTensor], out: Sequence[torch.Tensor],
     alpha: torch.Tensor | None,
 ) -> None:  # fmt: skip
@@ -156,7 +162,7 @@ def _check_apart(
     for i, operands in enumerate(zip(a, b, strict=True)):
         for name, t in zip("ab", operands, strict=True):
             inputs += tensors_of(f"{name}[{i}]", t)
-    check_apart([(f"out[{i}]", t) for i, t in enumerate(out)], inputs)
+    check_outputs([(f"out[{i}]", t) for i, t in enumerate(out)], inputs)
 
 
 def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:
@@ -179,4 +185,3 @@ def _check_output(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor)
             )
     elif out.stride(0) != 1 and shape[0] > 1:
         raise ValueError(f"out has strides {out.stride()}; its rows or its columns must be contiguous")
-    check_distinct("out", out)

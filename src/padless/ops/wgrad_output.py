@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import is_one_of
 from padless.ops.checks import describe
-from padless.ops.overlap import check_distinct
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import Driver
 
@@ -20,8 +20,10 @@ def gradient_output(
     accumulate: bool,
 ) -> torch.Tensor:
     """``out`` when it is allowed, or a new tensor (G, N, K) of ``shape``. Raises ValueError."""
+    if out is not None and not isinstance(out, torch.Tensor):
+        raise ValueError(f"out must be a tensor (G, N, K) = {shape}, got {describe(out)}")
     dtype = out_dtype if out is None else out.dtype
-    if dtype not in OUT_DTYPES:
+    if not is_one_of(dtype, OUT_DTYPES):
         name = "out_dtype" if out is None else "out.dtype"
         raise ValueError(f"{name} is {dtype}; allowed: torch.bfloat16 or torch.float32")
     if accumulate and (out is None or dtype != torch.float32):
@@ -33,7 +35,6 @@ def gradient_output(
         raise ValueError(f"out must be (G, N, K) = {shape} on {device}, got {describe(out)}")
     if out.stride(2) != 1:
         raise ValueError(f"out must be contiguous along K, got strides {out.stride()}; call .contiguous()")
-    check_distinct("out", out)
     return out
 
 

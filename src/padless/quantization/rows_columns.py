@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, shown
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.gradients import refuse_gradients
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
@@ -49,7 +50,8 @@ def quantize_rows_columns(
 
     One or two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
     """
-    refuse_gradients(x=x)
+    refuse_gradients(x=x, offs=offs, tokens=tokens)
+    check_flag("rows", rows)
     check_values("x", x, "(M, features)")
     offs = checked_offs(offs, x, "x")
     check_column_block("column_block", column_block)
@@ -104,16 +106,16 @@ def num_rows(x: torch.Tensor, tokens: torch.Tensor | None) -> int:
 
 def check_column_block(name: str, block: tuple[int, int]) -> None:
     """Raise ValueError unless block is one of COLUMN_BLOCKS."""
-    if tuple(block) not in COLUMN_BLOCKS:
-        raise ValueError(f"{name} must be one of {COLUMN_BLOCKS} (features, tokens), got {block}")
+    if not isinstance(block, (tuple, list)) or not is_one_of(tuple(block), COLUMN_BLOCKS):
+        raise ValueError(f"{name} must be one of {COLUMN_BLOCKS} (features, tokens), got {shown(block)}")
 
 
 def chosen_alignment(alignment: int | None, num_rows: int, num_groups: int) -> int:
     """alignment, or for None the one for so many rows and groups. Raises ValueError for another number."""
     if alignment is None:
         return ALIGNMENTS[1] if num_rows >= ALIGN_TO_LINES_FROM * num_groups else ALIGNMENTS[0]
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment must be one of {ALIGNMENTS} tokens or None, got {alignment!r}")
+    if not is_one_of(alignment, ALIGNMENTS):
+        raise ValueError(f"alignment must be one of {ALIGNMENTS} tokens or None, got {shown(alignment)}")
     return alignment
 
 

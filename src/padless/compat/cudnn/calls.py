@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, shown
 from padless.compat.cudnn.given import format_from, into, without_locals
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP, NAMES
@@ -25,11 +26,13 @@ from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, Scal
 def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
     """The result of a call; given: its arguments, by name."""
     check_others(call, given.pop("others"))
-    if (gate_up := given.get("gate_up", "concatenated")) not in GATE_UP:
-        raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
-    if not given.pop("generate_amax"):
+    if not is_one_of(gate_up := given.get("gate_up", "concatenated"), GATE_UP):
+        raise ValueError(f"gate_up is {shown(gate_up)}; allowed: {', '.join(map(repr, GATE_UP))}")
+    check_flag("generate_amax", generate := given.pop("generate_amax"))
+    if not generate:
         given["return_amax"] = False
-    given["d_dtype"] = given["d_dtype"] or torch.bfloat16
+    if given["d_dtype"] is None:
+        given["d_dtype"] = torch.bfloat16
     out = format_from(given.pop("out"), given)
     request = CudnnRequest(**given)
     resolved = request.resolve()

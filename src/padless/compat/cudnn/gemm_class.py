@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP, NAMES, SEMANTICS, Bound, Inputs, Kind, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
@@ -55,8 +56,8 @@ class Buffers(Inputs):
         if not isinstance(d, torch.Tensor) or d.dtype not in (*D_DTYPES, *FORMAT_OF_DTYPE):
             allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
             raise ValueError(f"d_tensor must be a (M, N, 1) tensor, {allowed}, got {describe(d)}")
-        if gate_up is not None and gate_up not in GATE_UP:
-            raise ValueError(f"gate_up is {gate_up!r}; allowed: None, {', '.join(map(repr, GATE_UP))}")
+        if not is_one_of(gate_up, (None, *GATE_UP)):
+            raise ValueError(f"gate_up is {shown(gate_up)}; allowed: None, {', '.join(map(repr, GATE_UP))}")
         format = FORMAT_OF_DTYPE.get(d.dtype)
         has_column = self.d_col_tensor is not None
         if has_column != (self.sfd_col_tensor is not None):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import from_cudnn_view
@@ -117,12 +118,13 @@ class Inputs:
 
     def check_fixed(self) -> None:
         """Raises ValueError for cuDNN's arguments that have one value, and for unknown semantics."""
-        if self.acc_dtype not in (None, torch.float32):
-            raise ValueError(f"acc_dtype is {self.acc_dtype}; it must be torch.float32 or None")
-        if self.cd_major != "n":
-            raise ValueError(f"cd_major is {self.cd_major!r}; only 'n' is supported")
-        if self.semantics not in SEMANTICS:
-            raise ValueError(f"semantics is {self.semantics!r}; allowed: {', '.join(map(repr, SEMANTICS))}")
+        if not is_one_of(self.acc_dtype, (None, torch.float32)):
+            raise ValueError(f"acc_dtype is {shown(self.acc_dtype)}; it must be torch.float32 or None")
+        check_flag("discrete_col_sfd", self.discrete_col_sfd)
+        if not is_one_of(self.cd_major, ("n",)):
+            raise ValueError(f"cd_major is {shown(self.cd_major)}; only 'n' is supported")
+        if not is_one_of(self.semantics, SEMANTICS):
+            raise ValueError(f"semantics is {shown(self.semantics)}; allowed: {', '.join(map(repr, SEMANTICS))}")
 
     def epilogue_of(self, gate_up: str | None, **others: Any) -> Epilogue:
         """The epilogue with these operands and outputs; cuDNN's kernel has prob multiply the bias alone, its
@@ -229,5 +231,5 @@ def _operand(name: str, codes: torch.Tensor, scale: object, matrices: int, vec_s
 
 
 def _check_vec_size(vec_size: int | None, format: BlockScaledFormat) -> None:
-    if vec_size is not None and vec_size != format.block_k:
-        raise ValueError(f"sf_vec_size is {vec_size}; {format.name} has a scale for {format.block_k} values")
+    if not is_one_of(vec_size, (None, format.block_k)):
+        raise ValueError(f"sf_vec_size is {shown(vec_size)}; {format.name} has a scale for {format.block_k} values")

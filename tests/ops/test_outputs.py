@@ -13,7 +13,7 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.ops.overlap import check_apart, check_distinct
+from padless.ops.outputs import check_outputs
 from support.public_calls import CALLS, GROUPS, OFFS, K, M, N, activation, normal, replaced, same, tensors_in, weight
 
 # Outputs that a caller gives, by the name that messages have, and where the call finds them.
@@ -174,7 +174,7 @@ def test_what_shares_an_element_is_refused_and_what_has_one_row_length_is_told_e
         one, two = made
         shares = bool(addresses(one) & addresses(two))
         counts[shares] += 1
-        assert refused(lambda one=one, two=two: check_apart([("out", one)], [("a", two)])) == shares
+        assert refused(lambda one=one, two=two: check_outputs([("out", one)], [("a", two)])) == shares
     assert min(counts.values()) > 100
 
 
@@ -189,23 +189,23 @@ def test_what_shares_an_element_is_refused_whatever_the_strides() -> None:
             made.append(memory[draw.randint(0, 600) :].as_strided(shape, strides))
         one, two = made
         if addresses(one) & addresses(two):
-            assert refused(lambda one=one, two=two: check_apart([("out", one)], [("a", two)]))
+            assert refused(lambda one=one, two=two: check_outputs([("out", one)], [("a", two)]))
             counts[True] += 1
         if len(addresses(one)) < one.numel():
-            assert refused(lambda one=one: check_distinct("out", one))
+            assert refused(lambda one=one: check_outputs([("out", one)], []))
             counts[False] += 1
     assert min(counts.values()) > 50
 
 
 def test_two_inputs_may_share_memory() -> None:
     t = normal(4, 4)
-    check_apart([("out", normal(4, 4))], [("a", t), ("b", t), ("c", t[:2]), ("d", None)])
+    check_outputs([("out", normal(4, 4))], [("a", t), ("b", t), ("c", t[:2]), ("d", None)])
 
 
 def test_outputs_with_one_element_under_many_names_are_refused() -> None:
     given = CALLS["grouped_gemm_list"].arguments()
     out = [torch.empty((1, N), dtype=torch.bfloat16).expand(m, N) for m in (3, 5)]
-    with pytest.raises(ValueError, match=r"^problem 0: out has rows that overlap, with strides \(0, 1\)"):
+    with pytest.raises(ValueError, match=r"^out\[0\] has rows that overlap, with strides \(0, 1\)"):
         padless.grouped_gemm_list(**{**given, "out": out})
     call = CALLS["GroupedGemmQuant.execute"]
     arguments = call.arguments()

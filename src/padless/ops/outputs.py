@@ -1,4 +1,4 @@
-"""Memory that the tensors of a call have in common: outputs lie apart from all that is read, and from each other.
+"""Outputs that a caller gives: torch may write them, and they lie apart from all that is read, and from each other.
 
 By addresses alone, so that views of one storage, and tensors that other libraries made of the same memory, are alike.
 Addresses are facts that a remembered launch is found again by, so they are looked at when a launch is packed and never
@@ -14,8 +14,9 @@ import torch
 Named = tuple[str, torch.Tensor | None]
 
 
-def check_apart(outputs: Iterable[Named], inputs: Iterable[Named]) -> None:
-    """Raises ValueError for an output that shares memory with an input or another output.
+def check_outputs(outputs: Iterable[Named], inputs: Iterable[Named]) -> None:
+    """Raises ValueError for an output that torch may not write, or that shares memory with an input, with another output
+    or with itself.
 
     None and tensors without elements share nothing. Of tensors whose elements take turns in memory those of one row
     length are told apart, as columns of one matrix are; others are refused.
@@ -24,6 +25,13 @@ def check_apart(outputs: Iterable[Named], inputs: Iterable[Named]) -> None:
     for tensors, is_output in ((outputs, True), (inputs, False)):
         for name, t in tensors:
             if t is not None and t.numel() > 0:
+                if is_output and t.is_inference() and not torch.is_inference_mode_enabled():
+                    raise ValueError(
+                        f"{name} is an inference tensor, which is written under torch.inference_mode() alone; call "
+                        "there, or make it outside"
+                    )
+                if is_output:
+                    _check_distinct(name, t)
                 start = t.data_ptr()
                 spans.append((start, start + _extent(t), len(spans), is_output, name, t))
     spans.sort()
@@ -40,11 +48,13 @@ def check_apart(outputs: Iterable[Named], inputs: Iterable[Named]) -> None:
         begun.append(span)
 
 
-def check_distinct(name: str, t: torch.Tensor) -> None:
+def _check_distinct(name: str, t: torch.Tensor) -> None:
     """Raises ValueError for an output of which two elements may be one in memory."""
+    if t.is_contiguous():
+        return
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1):
-        if stride < extent and t.numel() > 0:
+        if stride < extent:
             raise ValueError(
                 f"{name} has rows that overlap, with strides {t.stride()}; give a tensor of distinct elements"
             )
@@ -52,7 +62,7 @@ def check_distinct(name: str, t: torch.Tensor) -> None:
 
 
 def _extent(t: torch.Tensor, period: int = 0) -> int:
-    """Bytes from the first element to the end of the last, without dimensions that go on by whole ``period`` elements."""
+    """Bytes from the first element to the end of the last, but for dimensions of strides of whole ``period``s."""
     last = 0
     for size, stride in zip(t.shape, t.stride(), strict=True):
         if not period or stride % period:
