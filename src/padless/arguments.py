@@ -5,7 +5,6 @@ All raise ValueError of one sentence: the argument, what it was, what is allowed
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 def shown(value: object) -> str:
     """A value in a message: itself where it is short, shape and dtype of a tensor, else its type."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor {tuple(value.shape)} {value.dtype}"
+        return "a nested tensor" if value.is_nested else f"a tensor {tuple(value.shape)} {value.dtype}"
     if value is None or isinstance(value, (str, Real, torch.dtype, tuple, list)):
         return f"{value!r:.80}"
-    return f"a {type(value).__name__}"
+    return f"of type {type(value).__name__}"
 
 
 def check_tensor_type(name: str, value: object) -> None:
@@ -27,6 +26,12 @@ def check_tensor_type(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     refuse_kinds(**{name: value})
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    """Raises ValueError unless the value is None or of the class."""
+    if value is not None and not isinstance(value, wanted):
+        raise ValueError(f"{name} must be a {wanted.__name__} or None, got {shown(value)}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -43,9 +48,14 @@ def check_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> N
         raise ValueError(f"{name} is {shown(value)}; it must be an integer {allowed}")
 
 
-def check_number(name: str, value: object) -> None:
+def check_number(name: str, value: Any) -> None:
     """Raises ValueError unless the value is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (Real, torch.SymFloat)) or not math.isfinite(value):
+    is_number = isinstance(value, (Real, torch.SymFloat)) and not isinstance(value, bool)
+    if (
+        not is_number
+        or not abs(value) <= torch.finfo(torch.float32).max
+        or (isinstance(value, int) and abs(value) >= 2**63)
+    ):
         raise ValueError(f"{name} is {shown(value)}; it must be a finite number")
 
 
@@ -55,7 +65,7 @@ def check_device(device: object) -> None:
         return
     try:
         torch.device(device)  # type: ignore[call-overload]
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"device is {shown(device)}; it must be one of torch's, such as 'cuda:0', or None") from None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_device, is_one_of, refuse_kinds
+from padless.arguments import check_device, is_one_of, refuse_kinds, shown
 from padless.gradients import detached
 from padless.row_groups import RowGroups, check_offs, is_traced
 
@@ -319,7 +319,7 @@ def _check_parts(t: BlockScaledTensor) -> None:
 
 def _check_scale_layout(t: BlockScaledTensor) -> None:
     if not is_one_of(t.scale_layout, SCALE_LAYOUTS):
-        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {t.scale_layout!r}")
+        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {shown(t.scale_layout)}")
     if t.scale_layout != "plain":
         _check_blocked_scale(t)
         return

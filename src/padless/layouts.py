@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_integer, check_tensor_type, shown
+from padless.arguments import check_device, check_integer, check_tensor_type, shown
 from padless.formats import (
     MN_MAJOR_ALIGNMENT,
     TILE_COLUMNS,
@@ -39,6 +39,7 @@ def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tenso
     Example: rows 5, columns 3 -> strides (1, 8); element (4, 2) is float 2 * 8 + 4 = 20 of the storage.
     """
     _check_sizes(rows=rows, columns=columns)
+    check_device(device)
     ld = max(round_up(rows, MN_MAJOR_ALIGNMENT), MN_MAJOR_ALIGNMENT)
     padded = torch.empty((columns, ld), dtype=torch.float32, device=device)
     return padded.as_strided((rows, columns), (1, ld))  # slicing would ask whether rows <= ld, of a size that is traced
@@ -211,7 +212,7 @@ def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, co
     blocked = _checked_bytes(blocked, "blocked")
     _check_sizes(rows=rows, columns=columns)
     _check_offs(offs)
-    if columns == 0 or blocked.numel() % blocked_size(1, columns):
+    if columns == 0 or blocked.dim() != 1 or blocked.numel() % blocked_size(1, columns):
         raise ValueError(f"blocked must hold whole tiles of 128 rows x {columns} columns, got {tuple(blocked.shape)}")
     capacity = blocked.numel() // blocked_size(1, columns) * TILE_ROWS
     padded = from_blocked(blocked, capacity, columns).view(torch.uint8)
@@ -224,6 +225,8 @@ def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {shown(t)}")
     refuse_gradients(t=t)
+    if offs is not None:
+        _check_offs(offs)
     if t.scale_layout == "plain":
         return detached("t.scale", t.scale)
     rows, columns = t.data.shape[-2], t.scale_columns

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from padless.arguments import check_integer, check_tensor_type, refuse_kinds
+from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.gradients import refuse_gradients
 
 ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
+COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens) that share a scale
 SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
 
 
@@ -153,6 +154,8 @@ class GroupedColumns:
     block_starts: (G,) int32, the sum of ceil(M_h / 128) over h < g.
     block: (features, tokens) that share a scale: (1, 128) or (128, 128).
     alignment: 32 or 128 tokens.
+
+    Raises ValueError for what is no tensor, another block or alignment, and a tensor that requires grad.
     """
 
     data: torch.Tensor
@@ -165,6 +168,13 @@ class GroupedColumns:
 
     def __post_init__(self) -> None:
         refuse_gradients(data=self.data, scale=self.scale)
+        for name in ("data", "scale", "offs", "starts", "block_starts"):
+            check_tensor_type(name, getattr(self, name))
+        if not is_one_of(self.block, COLUMN_BLOCKS) or not is_one_of(self.alignment, ALIGNMENTS):
+            raise ValueError(
+                f"block is {shown(self.block)} and alignment {shown(self.alignment)}; allowed: {COLUMN_BLOCKS} and "
+                f"{ALIGNMENTS}"
+            )
 
     @property
     def features(self) -> int:

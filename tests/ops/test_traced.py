@@ -31,10 +31,12 @@ from support.public_calls import (
     N,
     activation,
     columns,
+    described,
     normal,
     replaced,
     same,
     tensors_in,
+    tensors_of,
     weight,
 )
 
@@ -42,13 +44,6 @@ GROUPED_GEMM = padless.grouped_gemm
 OTHER_OFFS = torch.tensor([1, 4, 6], dtype=torch.int32)
 # Products, which are operators in a program: padless's, since what a tensor holds decides what they do.
 OPERATORS = ("gemm", "grouped_gemm", "GroupedGemmQuant.execute", "quantize", "scaled_grouped_mm")
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a call's arguments or its result, in order."""
-    found: list[torch.Tensor] = []
-    replaced(dict(value) if hasattr(value, "keys") else value, lambda t: (found.append(t), t)[1])
-    return found
 
 
 class Program(torch.nn.Module):
@@ -101,10 +96,6 @@ def test_fake_tensors(name: str) -> None:
     want = tensors_of(CALLS[name].function(**arguments))
     assert [described(t) for t in got] == [described(t) for t in want]
     assert all(type(t) is not torch.Tensor for t in got)
-
-
-def described(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.stride(), t.device
 
 
 @pytest.mark.parametrize("name", CALLS)

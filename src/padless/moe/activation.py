@@ -51,7 +51,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         if not is_one_of(self.kind, KINDS):
-            raise ValueError(f"activation is {shown(self.kind)}; allowed: {', '.join(map(repr, KINDS))}")
+            raise ValueError(f"kind of activation is {shown(self.kind)}; allowed: {', '.join(map(repr, KINDS))}")
         if not is_one_of(self.gate_up, GATE_UP):
             raise ValueError(f"gate_up is {shown(self.gate_up)}; allowed: {', '.join(map(repr, GATE_UP))}")
         for name in ("alpha", "limit", "up_offset"):

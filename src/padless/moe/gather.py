@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_tensor_type, is_one_of, shown
+from padless.arguments import check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.moe import ops
@@ -42,6 +42,7 @@ def gather_quantize(
     check_inverse(inverse, None, None)
     check_matrix("x", x, inverse.shape[0], None, inverse.device)
     rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
+    refuse_kinds(tokens=tokens)
     wanted = (inverse.numel(),), torch.int32, inverse.device
     found = (tuple(tokens.shape), tokens.dtype, tokens.device) if isinstance(tokens, torch.Tensor) else None
     if tokens is not None and found != wanted:
@@ -158,6 +159,8 @@ def gather_backward(
     drows: (S, K), inverse: (T, k) int32 of `route`; slots of ids that are no expert add nothing.
     out_dtype: of dx; None is that of drows. Raises ValueError.
     """
+    check_inverse(inverse, None, None)
+    check_matrix("drows", drows, None, None, inverse.device)
     return combine(drows, inverse, None, out_dtype=out_dtype)
 
 

@@ -134,6 +134,8 @@ def moe(
     first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
     scales = (global_scale1, global_scale2)
     if ep is not None:
+        if not hasattr(ep, "_moe"):
+            raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
         format = FORMAT_BY_NAME.get(name)
         layer = (first, second, act, format, _scales(x, format, scales))
         return ep._moe(x, top_k_index, top_k_weights, layer, shared, dtype, num_experts)

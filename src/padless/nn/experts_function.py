@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import check_tensor_type, check_type, is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
 from padless.epilogue import INTERLEAVE
@@ -85,6 +85,13 @@ def experts(
     It can be differentiated once. Raises ValueError.
     """
     recipe = as_recipe(recipe)
+    for name, operands in (("operands13", operands13), ("operands2", operands2)):
+        check_type(name, operands, WeightOperands)
+    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
+    for name, weight in (("w13", w13), ("w2", w2)):
+        check_tensor_type(name, weight)
+        if weight.dim() != 3:
+            raise ValueError(f"{name} must be (E, N, K), got {shown(weight)}")
     check_tokens(x, top_k_index, top_k_weights, shared, w13.shape[0])
     check_weight("w13", w13, x.shape[1], recipe)
     check_weight("w2", w2, w13.shape[1] // 2, recipe)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.arguments import check_device, check_integer, is_one_of, refuse_kinds, shown
+from padless.arguments import check_device, check_integer, check_type, is_one_of, refuse_kinds, shown
 from padless.kernels.config import MAX_GROUPS
 from padless.nn.linear_function import check_sizes, grouped_linear
 from padless.nn.recipe import Recipe, as_recipe
@@ -28,8 +28,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self._codes: dict[str, WeightCodes] = {}
         self.recipe = as_recipe(recipe)
-        if delayed_wgrad is not None and not isinstance(delayed_wgrad, DelayedWgrad):
-            raise ValueError(f"delayed_wgrad must be a padless.nn.DelayedWgrad or None, got {shown(delayed_wgrad)}")
+        check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
         self.delayed_wgrad = delayed_wgrad
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -54,8 +53,7 @@ class QuantizedModule(nn.Module):
     def _add_weight(self, name: str, shape: tuple[int, int, int], **factory: Any) -> None:
         """Registers a parameter (G, N, K). Raises ValueError for sizes and types that the recipe does not take."""
         check_sizes(name, shape, self.recipe)
-        if not is_one_of(factory.get("dtype"), (None, *INPUT_DTYPES, torch.float64)):
-            raise ValueError(f"dtype is {shown(factory['dtype'])}; allowed: bfloat16, float16 or float32")
+        check_dtype(factory.get("dtype"))
         check_device(factory.get("device"))
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self._codes[name] = WeightCodes()
@@ -70,6 +68,12 @@ class QuantizedModule(nn.Module):
             weight: torch.Tensor = getattr(self, name)
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
+
+
+def check_dtype(dtype: object) -> None:
+    """Raises ValueError for a type that no parameter of a layer has; float64 is for bfloat16 recipes on a CPU."""
+    if not is_one_of(dtype, (None, *INPUT_DTYPES, torch.float64)):
+        raise ValueError(f"dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float16 or torch.float32")
 
 
 class GroupedLinear(QuantizedModule):

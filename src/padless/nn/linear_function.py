@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from padless.arguments import refuse_kinds
+from padless.arguments import check_type, refuse_kinds
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.kernels.config import MAX_GROUPS
 from padless.layouts import GroupedColumns
@@ -56,6 +56,8 @@ def grouped_linear(
     Raises ValueError for what is not allowed above.
     """
     recipe = as_recipe(recipe)
+    check_type("operands", operands, WeightOperands)
+    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
     check_rows("x", x, recipe)
     check_weight("weight", weight, x.shape[1], recipe)
     if weight.device != x.device:

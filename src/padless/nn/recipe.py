@@ -109,5 +109,5 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) or recipe not in RECIPES:
-        raise ValueError(f"recipe is {recipe!r}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}")
+        raise ValueError(f"recipe is {shown(recipe)}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from padless.arguments import is_one_of
+from padless.arguments import is_one_of, shown
 from padless.formats import OUT_DTYPES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.table import BF16, ROUTES, format_name
@@ -30,7 +30,7 @@ def describe(value: object) -> str:
     if isinstance(value, BlockScaledTensor):
         value = value.data
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__
 
 
@@ -187,7 +187,7 @@ def output(
     m, n = a.shape[0], b.shape[1]
     if out is None:
         if not is_one_of(out_dtype, OUT_DTYPES):
-            raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+            raise ValueError(f"out_dtype is {shown(out_dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     else:
         if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:

@@ -147,6 +147,7 @@ def gemm(
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). As grouped_gemm of one group, to the bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        refuse_kinds(b=b)
         if b.dim() != 2:
             raise ValueError(f"b must have rank 2, (N, K), got {describe(b)}")
         return grouped_gemm_plain(

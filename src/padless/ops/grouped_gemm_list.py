@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.arguments import is_one_of
+from padless.arguments import is_one_of, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import keep
@@ -138,11 +138,13 @@ def _check(
     ):
         raise ValueError(f"alpha must be ({len(a)},) float32, got {describe(alpha)}")
     if out is None and not is_one_of(out_dtype, OUT_DTYPES):
-        raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+        raise ValueError(f"out_dtype is {shown(out_dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
     outputs: list[torch.Tensor] = []
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         try:
             _check_problem(x, y)
+            if alpha is not None and alpha.device != x.device:
+                raise ValueError(f"alpha is on {alpha.device} and a on {x.device}; they must be on one device")
             d = torch.empty((x.shape[0], y.shape[0]), dtype=out_dtype, device=x.device) if out is None else out[i]
             _check_output(x, y, d)
         except ValueError as error:

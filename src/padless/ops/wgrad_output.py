@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import is_one_of
+from padless.arguments import is_one_of, shown
 from padless.ops.checks import describe
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import Driver
@@ -25,7 +25,7 @@ def gradient_output(
     dtype = out_dtype if out is None else out.dtype
     if not is_one_of(dtype, OUT_DTYPES):
         name = "out_dtype" if out is None else "out.dtype"
-        raise ValueError(f"{name} is {dtype}; allowed: torch.bfloat16 or torch.float32")
+        raise ValueError(f"{name} is {shown(dtype)}; allowed: torch.bfloat16 or torch.float32")
     if accumulate and (out is None or dtype != torch.float32):
         given = "None" if out is None else str(out.dtype)
         raise ValueError(f"accumulate adds to float32 and out is {given}; give a float32 tensor as out")

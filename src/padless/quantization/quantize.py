@@ -14,7 +14,7 @@ from numbers import Real
 import torch
 
 from padless import layouts
-from padless.arguments import is_one_of, shown
+from padless.arguments import check_tensor_type, is_one_of, shown
 from padless.formats import (
     FORMATS,
     FP8_BLOCK,
@@ -221,16 +221,15 @@ def _per_row(values: torch.Tensor, shape: tuple[int, ...], offs: torch.Tensor | 
 
 
 def _check_x(x: torch.Tensor, format: BlockScaledFormat, kind: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor_type("x", x)
     if x.dtype not in INPUT_DTYPES:
         raise ValueError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
     if not isinstance(format, BlockScaledFormat):
-        raise ValueError(f"format must be a BlockScaledFormat such as padless.FP8_BLOCK, got {format!r}")
+        raise ValueError(f"format must be a BlockScaledFormat such as padless.FP8_BLOCK, got {shown(format)}")
     if format not in SCALE_RULES:
         raise ValueError(f"format must be one of {[f.name for f in FORMATS]}, got {format}")
     if not is_one_of(kind, KINDS):
-        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        raise ValueError(f"kind must be one of {KINDS}, got {shown(kind)}")
     ranks = (2,) if kind == "activation" else (2, 3)
     if x.dim() not in ranks:
         wanted = "(M, K)" if kind == "activation" else "(N, K) or (num_groups, N, K)"
@@ -252,11 +251,11 @@ def _check_options(
     if scale_major is None:
         scale_major = "mn" if format == FP8_BLOCK else "k"
     if not is_one_of(scale_major, SCALE_MAJORS):
-        raise ValueError(f"scale_major must be one of {SCALE_MAJORS}, got {scale_major!r}")
+        raise ValueError(f"scale_major must be one of {SCALE_MAJORS}, got {shown(scale_major)}")
     if scale_major == "mn" and format != FP8_BLOCK:
         raise ValueError(f"scale_major must be 'k' for {format.name}, got 'mn'; see scale_layout")
     if not is_one_of(scale_layout, SCALE_LAYOUTS):
-        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {scale_layout!r}")
+        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {shown(scale_layout)}")
     if format == FP8_BLOCK and scale_layout != "plain":
         raise ValueError(f"scale_layout must be 'plain' for FP8_BLOCK, got {scale_layout!r}; see scale_major")
     if global_scale is not None:
@@ -309,5 +308,5 @@ def _check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:
         return allowed[0] if allowed else ""
     if not is_one_of(scale_rule, allowed):
         wanted = f"one of {allowed}" if allowed else "None"
-        raise ValueError(f"scale_rule must be {wanted} for {format.name}, got {scale_rule!r}")
+        raise ValueError(f"scale_rule must be {wanted} for {format.name}, got {shown(scale_rule)}")
     return scale_rule

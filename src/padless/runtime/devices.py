@@ -9,6 +9,7 @@ from typing import get_args
 
 import torch
 
+from padless.arguments import shown
 from padless.runtime import driver, jit
 from padless.runtime.choices import BackendName as BackendName
 
@@ -50,7 +51,7 @@ def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
     if backend == "cuda" and tensor.is_cuda and _cuda_is_available():
         return driver.cuda_driver()
     if backend not in NAMES:
-        raise ValueError(f"backend is {backend!r}; allowed: None, {', '.join(map(repr, NAMES))}")
+        raise ValueError(f"backend is {shown(backend)}; allowed: None, {', '.join(map(repr, NAMES))}")
     found = backends()[backend]
     if not found.available:
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")

@@ -13,7 +13,8 @@ from padless.arguments import check_flag, is_one_of, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import from_cudnn_view
-from padless.ops.checks import Activation, as_int32, check_operands, describe
+from padless.ops.checks import Activation, as_int32, check_operands, data_of, describe
+from padless.row_groups import is_integers
 
 GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 SEMANTICS = ("implementation", "documented")
@@ -143,12 +144,20 @@ class Inputs:
     def operands(self) -> Operands:
         """a, b and offs. Raises ValueError in the words of the arguments."""
         a, b = self.a_tensor, self.b_tensor
+        if self.padded_offsets is not None and not is_integers(self.padded_offsets):
+            raise ValueError(
+                "padded_offsets must be a 1-D int32 or int64 tensor (see padless.group_offsets), got "
+                f"{describe(self.padded_offsets)}"
+            )
         if isinstance(b, BlockScaledTensor):
             for name, t in (("sfa_tensor", self.sfa_tensor), ("sfb_tensor", self.sfb_tensor)):
                 if t is not None:
                     raise ValueError(f"{name} must be None with a BlockScaledTensor, which has its scales")
             if b.data.dim() != 3:
                 raise ValueError(f"b_tensor must be (G, N, K), got {describe(b)}")
+            is_plain = isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16
+            if not (is_plain or isinstance(a, BlockScaledTensor)) or data_of(a).dim() != 2:
+                raise ValueError(f"a_tensor must be a BlockScaledTensor or a bfloat16 tensor (M, K), got {describe(a)}")
             _check_vec_size(self.sf_vec_size, b.format)
             a, offs = as_int32(a, self.padded_offsets)
             return Operands(a, b, offs, False)

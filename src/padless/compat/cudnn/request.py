@@ -62,6 +62,9 @@ class CudnnRequest(Inputs):
     @property
     def format(self) -> BlockScaledFormat | None:
         """The format of codes, None where the output is values. Raises ValueError."""
+        if not is_one_of(self.d_dtype, (*D_DTYPES, *FORMAT_OF_DTYPE)):
+            allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
+            raise ValueError(f"d_dtype is {shown(self.d_dtype)}; allowed: {allowed}")
         if self.d_format is not None:
             if not is_one_of(self.d_format, ROW_FORMATS):
                 names = ", ".join(format.name for format in ROW_FORMATS)
@@ -69,9 +72,6 @@ class CudnnRequest(Inputs):
                     f"d_format is {getattr(self.d_format, 'name', shown(self.d_format))!r}; allowed: {names}, None"
                 )
             return self.d_format
-        if not is_one_of(self.d_dtype, (*D_DTYPES, *FORMAT_OF_DTYPE)):
-            allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
-            raise ValueError(f"d_dtype is {shown(self.d_dtype)}; allowed: {allowed}")
         return FORMAT_OF_DTYPE.get(self.d_dtype)
 
     def epilogue(self) -> Epilogue:
@@ -103,7 +103,7 @@ class CudnnRequest(Inputs):
         if self.norm_const_tensor is not None and format is not None and not has_rules:
             raise ValueError(f"norm_const_tensor must be None for {name} output; the MX formats have one")
         if rule is not None and not has_rules:
-            raise ValueError(f"scale_rule is {rule!r}; it must be None for {name} output")
+            raise ValueError(f"scale_rule is {shown(rule)}; it must be None for {name} output")
         if format == NVFP4:
             if self.global_scale_tensor is None:
                 raise ValueError("global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D")
@@ -117,7 +117,7 @@ class CudnnRequest(Inputs):
                 raise ValueError(f"scale_rule is {shown(rule)}; allowed: None, 'rceil', 'floor'")
             return rule or "rceil"
         if rule is not None:
-            raise ValueError(f"scale_rule is {rule!r}; with norm_const_tensor it must be None (see semantics)")
+            raise ValueError(f"scale_rule is {shown(rule)}; with norm_const_tensor it must be None (see semantics)")
         return NORM_CONST_RULES[SEMANTICS.index(self.semantics)]
 
     def column_format(self, format: BlockScaledFormat | None) -> BlockScaledFormat | None:
@@ -144,7 +144,9 @@ class CudnnRequest(Inputs):
                 return "plain"
             return "blocked_groups" if self.discrete_col_sfd else "blocked"
         if columns is None:
-            raise ValueError(f"column_layout is {self.column_layout!r} and there is no column output; leave it None")
+            raise ValueError(
+                f"column_layout is {shown(self.column_layout)} and there is no column output; leave it None"
+            )
         return self.column_layout
 
 
