@@ -41,16 +41,20 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
-    """Raises ValueError unless the value is an integer from ``least`` to ``most``."""
-    is_integer = isinstance(value, (Integral, torch.SymInt)) and not isinstance(value, bool)
+    """Raises ValueError unless the value is an integer from ``least`` to ``most``; sizes that are traced pass."""
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
+        return  # it would become a guard
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or not least <= value <= most:
         allowed = f"of {least} or more" if most == 2**31 - 1 else f"from {least} to {most}"
         raise ValueError(f"{name} is {shown(value)}; it must be an integer {allowed}")
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is a finite number."""
-    is_number = isinstance(value, (Real, torch.SymFloat)) and not isinstance(value, bool)
+    """Raises ValueError unless the value is a finite number; traced ones pass."""
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymFloat):
+        return
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if (
         not is_number
         or not abs(value) <= torch.finfo(torch.float32).max

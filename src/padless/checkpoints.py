@@ -215,8 +215,10 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     refuse_gradients(weights=weights)
-    if not isinstance(weights, Sequence) or not weights or not all(isinstance(t, BlockScaledTensor) for t in weights):
-        raise ValueError(f"weights must be a list of BlockScaledTensors, one or more, got {shown(weights)}")
+    if not isinstance(weights, Sequence) or not all(isinstance(t, BlockScaledTensor) for t in weights):
+        raise ValueError(f"weights must be a list of BlockScaledTensors, got {shown(weights)}")
+    if not weights:
+        raise ValueError("weights must not be empty")
     for i, t in enumerate(weights):
         if t.format != weights[0].format or t.scale_layout != "plain":
             raise ValueError(

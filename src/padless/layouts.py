@@ -249,7 +249,9 @@ def _group_ends(offs: torch.Tensor, rows: int) -> torch.Tensor:
 def _check_offs(offs: object) -> None:
     check_tensor_type("offs", offs)
     if not is_integers(offs) or offs.shape[0] == 0:
-        raise ValueError(f"offs must be a 1-D int32 or int64 tensor of at least one end row, got {shown(offs)}")
+        raise ValueError(
+            f"offs must be a 1-D tensor of integers, int32 or int64, of at least one end row, got {shown(offs)}"
+        )
 
 
 def _check_sizes(**sizes: object) -> None:

@@ -69,7 +69,7 @@ class CudnnRequest(Inputs):
             if not is_one_of(self.d_format, ROW_FORMATS):
                 names = ", ".join(format.name for format in ROW_FORMATS)
                 raise ValueError(
-                    f"d_format is {getattr(self.d_format, 'name', shown(self.d_format))!r}; allowed: {names}, None"
+                    f"d_format is {getattr(self.d_format, 'name', None) or shown(self.d_format)}; allowed: {names}, None"
                 )
             return self.d_format
         return FORMAT_OF_DTYPE.get(self.d_dtype)
