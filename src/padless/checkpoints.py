@@ -34,6 +34,7 @@ from typing import Any, cast
 
 import torch
 
+from padless.arguments import check_tensor_type, shown
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -57,7 +58,9 @@ _BLOCK_SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0
 
 def from_deepseek(weight: torch.Tensor, scale_inv: torch.Tensor) -> BlockScaledTensor:
     """FP8_BLOCK weights of e4m3 (.., N, K) and one decode scale per 128 x 128, float32, bf16 or e8m0."""
-    refuse_gradients(weight=weight, scale_inv=scale_inv)
+    _check_tensors(weight=weight, scale_inv=scale_inv)
+    if weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weight must be float8_e4m3fn, got {shown(weight)}")
     if scale_inv.dtype not in _BLOCK_SCALES:
         allowed = "float32, bfloat16, float16 or float8_e8m0fnu"
         raise ValueError(f"scale_inv must be {allowed}, got {scale_inv.dtype} {tuple(scale_inv.shape)}")
@@ -72,7 +75,7 @@ def from_compressed_tensors(
     The global scale is an encode scale, 2688 / amax; the decode scale kept is its float32 reciprocal. On a CPU its
     values are looked at: they must be positive and finite.
     """
-    refuse_gradients(packed=packed, scale=scale, global_scale=global_scale)
+    _check_tensors(packed=packed, scale=scale, global_scale=global_scale)
     if global_scale is None:
         return _fp4(packed, scale, None)
     if is_readable(global_scale) and not bool((global_scale.isfinite() & (global_scale > 0)).all()):
@@ -91,21 +94,33 @@ def from_torch(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tens
         16 bytes a tile; or, for e4m3 data, float32, bf16 or fp16 per 128 x 128 (FP8_BLOCK).
     global_scale: NVFP4's decode scale, one or one per weight.
     """
-    refuse_gradients(data=data, scale=scale, global_scale=global_scale)
+    _check_tensors(data=data, scale=scale, global_scale=global_scale)
     if data.dtype == torch.float8_e4m3fn and scale.is_floating_point() and scale.dtype.itemsize > 1:
         return _fp8_block(data, scale, global_scale)
     if data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         fmt = MXFP8 if data.dtype == torch.float8_e4m3fn else MXFP8_E5M2
         return BlockScaledTensor(data.contiguous(), _plain(scale, data, fmt), fmt, global_scale)
-    return _fp4(data, scale, global_scale)
+    return _fp4(data, scale, global_scale, "data")
 
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> BlockScaledTensor:
     """MXFP4 weights of uint8 blocks (.., N, K / 32, 16) and uint8 scales (.., N, K / 32)."""
-    refuse_gradients(blocks=blocks, scales=scales)
+    _check_tensors(blocks=blocks, scales=scales)
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        raise ValueError(f"scales must be uint8 (.., N, K / 32), got {shown(scales)}")
     if blocks.dtype != torch.uint8 or blocks.dim() < 3 or blocks.shape[-1] != 16:
         raise ValueError(f"blocks must be uint8 (.., N, K / 32, 16), got {blocks.dtype} {tuple(blocks.shape)}")
     return _fp4(blocks.flatten(-2), scales, None)
+
+
+def _check_tensors(**tensors: torch.Tensor | None) -> None:
+    """Raises ValueError for what is no tensor that can be read; a global scale may be None."""
+    for name, t in tensors.items():
+        if t is not None or name != "global_scale":
+            check_tensor_type(name, t)
+        if name == "global_scale" and t is not None and (not t.is_floating_point() or t.numel() == 0):
+            raise ValueError(f"global_scale must be float32, one or one for each weight, got {shown(t)}")
+    refuse_gradients(**tensors)
 
 
 def _fp8_block(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
@@ -119,10 +134,12 @@ def _fp8_block(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tens
     return from_deepseek(data, scale)
 
 
-def _fp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
+def _fp4(
+    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None, name: str = "packed"
+) -> BlockScaledTensor:
     if packed.dtype not in (torch.uint8, torch.float4_e2m1fn_x2) or packed.dim() not in (2, 3):
         raise ValueError(
-            "packed must be uint8 or float4_e2m1fn_x2, (N, K / 2) or (G, N, K / 2), "
+            f"{name} must be uint8 or float4_e2m1fn_x2, (N, K / 2) or (G, N, K / 2), "
             f"got {packed.dtype} {tuple(packed.shape)}"
         )
     if scale.dtype not in (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8):
@@ -133,6 +150,8 @@ def _fp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor |
             raise ValueError("global_scale must be None beside power-of-two scales, which make it MXFP4")
         global_scale = global_scale.to(torch.float32).reshape(-1).contiguous()
         if packed.dim() == 2:
+            if global_scale.numel() != 1:
+                raise ValueError(f"global_scale must be one value for one weight, got {shown(global_scale)}")
             global_scale = global_scale.reshape(())
     data = packed.contiguous().view(torch.float4_e2m1fn_x2)
     return BlockScaledTensor(data, _plain(scale, data, fmt).view(fmt.scale_dtype), fmt, global_scale)
@@ -196,6 +215,8 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     refuse_gradients(weights=weights)
+    if not isinstance(weights, Sequence) or not all(isinstance(t, BlockScaledTensor) for t in weights):
+        raise ValueError(f"weights must be a list of BlockScaledTensors, got {shown(weights)}")
     if not weights:
         raise ValueError("weights must not be empty")
     for i, t in enumerate(weights):

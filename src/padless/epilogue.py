@@ -77,6 +77,7 @@ from dataclasses import dataclass
 
 import torch
 
+from padless.arguments import check_flag, check_number, is_one_of
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -127,6 +128,11 @@ class GateRule:
     limit: float | None = None
     up_offset: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit", "up_offset"):
+            if (value := getattr(self, name)) is not None or name != "limit":
+                check_number(f"GateRule.{name}", value)
+
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -172,24 +178,30 @@ class Epilogue:
         def require(ok: bool, field: str, allowed: str) -> None:
             if not ok:
                 value = getattr(self, field)
-                raise ValueError(f"Epilogue.{field} is {getattr(value, 'name', value)!r}; allowed: {allowed}")
+                raise ValueError(f"Epilogue.{field} is {getattr(value, 'name', value)!r:.80}; allowed: {allowed}")
 
+        for name in ("alpha", "bias", "prob", "amax"):
+            check_flag(f"Epilogue.{name}", getattr(self, name))
         row, column = self.row_format, self.column_format
-        require(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
-        require(self.bias_rule in BIAS_RULES, "bias_rule", " or ".join(BIAS_RULES))
+        require(is_one_of(self.activation, ACTIVATIONS), "activation", ", ".join(ACTIVATIONS))
+        require(is_one_of(self.bias_rule, BIAS_RULES), "bias_rule", " or ".join(BIAS_RULES))
         require(self.bias_rule == "gated_sum" or self.activation == "none", "bias_rule", "gated_sum with an activation")
         require(self.gate_rule is None or self.is_glu, "gate_rule", "None without a SwiGLU")
-        require(self.d_dtype in (None, *OUT_DTYPES), "d_dtype", "None, torch.bfloat16, torch.float16 or torch.float32")
+        require(
+            is_one_of(self.d_dtype, (None, *OUT_DTYPES)),
+            "d_dtype",
+            "None, torch.bfloat16, torch.float16 or torch.float32",
+        )
         rows, columns = (", ".join(f.name for f in allowed) + " or None" for allowed in (ROW_FORMATS, COLUMN_FORMATS))
-        require(row in (None, *ROW_FORMATS), "row_format", rows)
-        require(column in (None, *COLUMN_FORMATS), "column_format", columns)
+        require(is_one_of(row, (None, *ROW_FORMATS)), "row_format", rows)
+        require(is_one_of(column, (None, *COLUMN_FORMATS)), "column_format", columns)
         require(row is None or column is None or row == column, "column_format", "that of the rows, or only one")
         is_empty = self.format is None and self.d_dtype is None and not self.amax
         require(not is_empty, "d_dtype", "not None when nothing else is wanted")
         rules = ("",) if self.format is None else SCALE_RULES[self.format]
-        require(self.scale_rule in rules, "scale_rule", " or ".join(map(repr, rules)))
-        require(self.row_layout in ROW_LAYOUTS, "row_layout", ", ".join(ROW_LAYOUTS))
-        require(self.column_layout in COLUMN_LAYOUTS, "column_layout", ", ".join(COLUMN_LAYOUTS))
+        require(is_one_of(self.scale_rule, rules), "scale_rule", " or ".join(map(repr, rules)))
+        require(is_one_of(self.row_layout, ROW_LAYOUTS), "row_layout", ", ".join(ROW_LAYOUTS))
+        require(is_one_of(self.column_layout, COLUMN_LAYOUTS), "column_layout", ", ".join(COLUMN_LAYOUTS))
         if self.format == FP8_BLOCK:
             require(self.row_layout in ("plain", "plain_mn"), "row_layout", "plain or plain_mn for FP8_BLOCK")
             require(self.column_layout == "plain", "column_layout", "plain for FP8_BLOCK")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_device, is_one_of, refuse_kinds, shown
 from padless.gradients import detached
 from padless.row_groups import RowGroups, check_offs, is_traced
 
@@ -65,6 +66,12 @@ class BlockScaledFormat:
     codes_per_byte: int = 1
     has_global_scale: bool = False
 
+    def __eq__(self, other: object) -> bool:
+        """By name first, a constant where Dynamo takes numbers for sizes that may change."""
+        if self is other:
+            return True
+        return isinstance(other, BlockScaledFormat) and self.name == other.name and vars(self) == vars(other)
+
     def __reduce__(self) -> tuple[object, ...]:
         return _format_from, tuple(str(v) if isinstance(v, torch.dtype) else v for v in vars(self).values())
 
@@ -75,7 +82,7 @@ class BlockScaledFormat:
 
     def block(self, kind: str) -> tuple[int, int]:
         """(rows, columns) of a block of an "activation" or a "weight"."""
-        if kind not in KINDS:
+        if not is_one_of(kind, KINDS):
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         return self.activation_block if kind == "activation" else self.weight_block
 
@@ -190,7 +197,7 @@ class BlockScaledTensor:
         """Weights of one group, (N, K), or of a slice of groups, (G', N, K): views. Without groups a ValueError."""
         if self.data.dim() != 3:
             raise ValueError(f"t is {tuple(self.data.shape)}; only weights (G, N, K) are indexed, by group")
-        if not isinstance(group, (int, slice)):
+        if isinstance(group, bool) or not isinstance(group, (int, slice)):
             raise ValueError(f"group must be an integer or a slice, got {type(group).__name__}")
         shared = self.global_scale
         if shared is not None and shared.numel() > 1:
@@ -202,6 +209,7 @@ class BlockScaledTensor:
         """The same on a device; itself where it is there. Values in another dtype: `padless.dequantize`."""
         if isinstance(device, torch.dtype):
             raise ValueError(f"device is {device}; to() moves, and padless.dequantize gives values of a dtype")
+        check_device(device)
         if torch.empty(0, device=self.device).to(device=device).device == self.device:
             return self
         return self._with(lambda t: t.to(device=device, non_blocking=non_blocking))
@@ -314,6 +322,7 @@ def _check_parts(t: BlockScaledTensor) -> None:
     for name in ("data", "scale"):
         if not isinstance(getattr(t, name), torch.Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {type(getattr(t, name)).__name__}")
+    refuse_kinds(data=t.data, scale=t.scale, global_scale=t.global_scale)
     if t.data.dtype != fmt.data_dtype:
         raise ValueError(f"data must be {fmt.data_dtype} for {fmt.name}, got {t.data.dtype}")
     if t.scale.dtype != fmt.scale_dtype:
@@ -329,8 +338,8 @@ def _check_parts(t: BlockScaledTensor) -> None:
 
 
 def _check_scale_layout(t: BlockScaledTensor) -> None:
-    if t.scale_layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {t.scale_layout!r}")
+    if not is_one_of(t.scale_layout, SCALE_LAYOUTS):
+        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {shown(t.scale_layout)}")
     if t.scale_layout != "plain":
         _check_blocked_scale(t)
         return

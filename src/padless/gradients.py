@@ -11,22 +11,30 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_tensor_type, refuse_kinds
+
 _PARTS = ("data", "scale", "global_scale")
 
 
 def refuse_gradients(**arguments: object) -> None:
-    """Raises ValueError for an argument that requires grad, unless grad mode is off.
+    """Raises ValueError for what `padless.arguments.refuse_kinds` refuses, and, unless grad mode is off, for an argument
+    that requires grad.
 
     arguments: by the names that the caller knows them by: tensors, `padless.BlockScaledTensor`s, sequences of either.
         Anything else is passed over.
     """
+    refuse_kinds(**arguments)
     if torch.is_grad_enabled():
         for name, value in arguments.items():
             _refuse(name, value)
 
 
 def detached(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``; where it requires grad, cut off from its graph with grad mode off, and a ValueError with it on."""
+    """``tensor``; where it requires grad, cut off from its graph with grad mode off, and a ValueError with it on.
+
+    Raises ValueError for what is no tensor, too.
+    """
+    check_tensor_type(name, tensor)
     if not tensor.requires_grad:
         return tensor
     refuse_gradients(**{name: tensor})
@@ -63,6 +71,6 @@ def _refuse(name: str, value: object) -> None:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for i, one in enumerate(value):
             _refuse(f"{name}[{i}]", one)
-    elif hasattr(value, "scale"):
+    elif not isinstance(value, (int, float)) and hasattr(value, "scale"):  # Dynamo asks no number for attributes
         for part in _PARTS:
             _refuse(f"{name}.{part}", getattr(value, part, None))

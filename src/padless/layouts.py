@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_device, check_integer, check_tensor_type, shown
 from padless.formats import (
     MN_MAJOR_ALIGNMENT,
     SCALE_ROW_ALIGNMENT,
@@ -27,6 +28,7 @@ from padless.row_groups import SCALE_BLOCK as SCALE_BLOCK
 from padless.row_groups import GroupedColumns as GroupedColumns
 from padless.row_groups import MaskedRows as MaskedRows
 from padless.row_groups import from_masked as from_masked
+from padless.row_groups import is_integers
 from padless.row_groups import offs_from_indices as offs_from_indices
 from padless.row_groups import offs_from_indptr as offs_from_indptr
 
@@ -38,14 +40,18 @@ def empty_mn_major(rows: int, columns: int, device: torch.device) -> torch.Tenso
 
     Example: rows 5, columns 3 -> strides (1, 8); element (4, 2) is float 2 * 8 + 4 = 20 of the storage.
     """
+    _check_sizes(rows=rows, columns=columns)
+    check_device(device)
     ld = max(round_up(rows, MN_MAJOR_ALIGNMENT), MN_MAJOR_ALIGNMENT)
-    padded = torch.empty((columns, ld), dtype=torch.float32, device=device).t()
-    return padded if type(rows) is int and rows == ld else padded[:rows]  # not asked of a size that is traced
+    padded = torch.empty((columns, ld), dtype=torch.float32, device=device)
+    return padded.as_strided((rows, columns), (1, ld))  # slicing would ask whether rows <= ld, of a size that is traced
 
 
 def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
     """The (rows, columns) float32 scales, MN-major with zero padding; as they are if they already have it."""
     scale = detached("scale", scale)
+    if scale.dim() != 2 or scale.dtype != torch.float32:
+        raise ValueError(f"scale must be (rows, columns) float32, got {tuple(scale.shape)} {scale.dtype}")
     if is_mn_major(scale):
         return scale
     rows, columns = scale.shape
@@ -87,14 +93,15 @@ def pack_fp4(codes: torch.Tensor) -> torch.Tensor:
 
     Example: codes [0x1, 0xF] -> byte 0xF1.
     """
-    if codes.dtype != torch.uint8 or codes.shape[-1] % 2 != 0:
+    check_tensor_type("codes", codes)
+    if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] % 2 != 0:
         raise ValueError(f"codes must be uint8 with an even last size, got {codes.dtype} {tuple(codes.shape)}")
     return (codes[..., 0::2] | (codes[..., 1::2] << 4)).view(torch.float4_e2m1fn_x2)
 
 
 def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
     """(.., K / 2) float4_e2m1fn_x2 or uint8 as (.., K) uint8 codes 0..15."""
-    packed = detached("data", data).view(torch.uint8)
+    packed = _checked_bytes(data, "data").view(torch.uint8)
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
@@ -125,6 +132,7 @@ def from_blocked(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor
     A (G, blocked_size(rows, columns)) `blocked` gives (G, rows, columns).
     """
     blocked = _checked_bytes(blocked, "blocked")
+    _check_sizes(rows=rows, columns=columns)
     size = blocked_size(rows, columns)
     batched = blocked.dim() == 2 and blocked.shape[-1] == size
     if not batched and blocked.numel() != size:
@@ -147,6 +155,7 @@ def cudnn_view(blocked: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     Element [r % 32, (r % 128) // 32, r // 128, c % 4, c // 4, l] is scale (r, c) of matrix l.
     """
     blocked = _checked_bytes(blocked, "blocked")
+    _check_sizes(rows=rows, columns=columns)
     size = blocked_size(rows, columns)
     if blocked.dim() not in (1, 2) or blocked.shape[-1] != size or not blocked.is_contiguous():
         raise ValueError(f"blocked must be contiguous, ({size},) or (L, {size}), got shape {tuple(blocked.shape)}")
@@ -178,6 +187,8 @@ def group_of_rows(offs: torch.Tensor, rows: int) -> torch.Tensor:
 def group_max(row_amax: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """(G,) largest of each group's row_amax (M,), none negative; rows past the last group join it."""
     row_amax = detached("row_amax", row_amax)
+    if row_amax.dim() != 1 or not row_amax.is_floating_point():
+        raise ValueError(f"row_amax must be (M,) of floating point, got {tuple(row_amax.shape)} {row_amax.dtype}")
     group = group_of_rows(offs, row_amax.shape[0]).clamp(max=offs.shape[0] - 1)
     return row_amax.new_zeros(offs.shape[0]).scatter_reduce(0, group, row_amax, "amax")
 
@@ -214,6 +225,7 @@ def to_blocked_groups(scale: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     scale = _checked_bytes(scale, "scale")
     if scale.dim() != 2:
         raise ValueError(f"scale must be (M, C), got shape {tuple(scale.shape)}")
+    _check_offs(offs)
     rows, columns = scale.shape
     capacity = blocked_groups_rows(rows, offs.shape[0])
     padded = torch.zeros((capacity + 1, columns), dtype=torch.uint8, device=scale.device)
@@ -224,6 +236,10 @@ def to_blocked_groups(scale: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
 def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The (rows, columns) scales of to_blocked_groups; zero bytes for rows past the last group."""
     blocked = _checked_bytes(blocked, "blocked")
+    _check_sizes(rows=rows, columns=columns)
+    _check_offs(offs)
+    if columns == 0 or blocked.dim() != 1 or blocked.numel() % blocked_size(1, columns):
+        raise ValueError(f"blocked must hold whole tiles of 128 rows x {columns} columns, got {tuple(blocked.shape)}")
     capacity = blocked.numel() // blocked_size(1, columns) * TILE_ROWS
     padded = from_blocked(blocked, capacity, columns).view(torch.uint8)
     padded = torch.nn.functional.pad(padded, (0, 0, 0, 1))
@@ -232,7 +248,11 @@ def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, co
 
 def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch.Tensor:
     """The scales of t in their logical shape, whatever its scale_layout; "blocked_groups" needs offs."""
+    if not isinstance(t, BlockScaledTensor):
+        raise ValueError(f"t must be a BlockScaledTensor, got {shown(t)}")
     refuse_gradients(t=t)
+    if offs is not None:
+        _check_offs(offs)
     if t.scale_layout == "plain":
         return detached("t.scale", t.scale)
     rows, columns = t.data.shape[-2], t.scale_columns
@@ -247,12 +267,26 @@ def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch
 
 
 def _group_ends(offs: torch.Tensor, rows: int) -> torch.Tensor:
-    if offs.dim() != 1 or offs.shape[0] == 0 or offs.is_floating_point():
-        raise ValueError(f"offs must be a 1-D tensor of integers, got {tuple(offs.shape)} {offs.dtype}")
+    _check_offs(offs)
+    _check_sizes(rows=rows)
     return offs.to(torch.int64).clamp(0, rows).cummax(0).values
 
 
+def _check_offs(offs: object) -> None:
+    check_tensor_type("offs", offs)
+    if not is_integers(offs) or offs.shape[0] == 0:
+        raise ValueError(
+            f"offs must be a 1-D tensor of integers, int32 or int64, of at least one end row, got {shown(offs)}"
+        )
+
+
+def _check_sizes(**sizes: object) -> None:
+    for name, size in sizes.items():
+        check_integer(name, size, 0)
+
+
 def _checked_bytes(t: torch.Tensor, name: str) -> torch.Tensor:
+    check_tensor_type(name, t)
     if t.dtype.itemsize != 1:
         raise ValueError(f"{name} must have a dtype of one byte, got {t.dtype}")
     return detached(name, t)

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.gradients import refuse_gradients
 
 ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
+COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens) that share a scale
 SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
 
 
@@ -85,6 +87,7 @@ def row_groups_of(t: Any) -> RowGroups | None:
 
 def check_offs(offs: object, data: torch.Tensor, num_global_scales: int) -> None:
     """Raises ValueError unless ``offs`` can be the ends of groups of rows of ``data`` with so many global scales."""
+    refuse_kinds(offs=offs)
     if data.dim() != 2:
         raise ValueError(f"offs must be None for data of shape {tuple(data.shape)}: it is of groups of rows")
     if not is_integers(offs):
@@ -115,8 +118,9 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_traced(t: torch.Tensor) -> bool:
-    """Whether a call with t, and with other tensors made as t was, is being compiled or exported, or t is fake."""
-    return torch.compiler.is_compiling() or type(t) not in PLAIN_TENSORS
+    """Whether a call with t, and with other tensors made as t was, is being compiled or exported, or t has no values: it
+    is fake, or on the meta device."""
+    return torch.compiler.is_compiling() or type(t) not in PLAIN_TENSORS or t.is_meta
 
 
 def is_readable(t: torch.Tensor) -> bool:
@@ -150,6 +154,8 @@ class GroupedColumns:
     block_starts: (G,) int32, the sum of ceil(M_h / 128) over h < g.
     block: (features, tokens) that share a scale: (1, 128) or (128, 128).
     alignment: 32 or 128 tokens.
+
+    Raises ValueError for what is no tensor, another block or alignment, and a tensor that requires grad.
     """
 
     data: torch.Tensor
@@ -162,6 +168,13 @@ class GroupedColumns:
 
     def __post_init__(self) -> None:
         refuse_gradients(data=self.data, scale=self.scale)
+        for name in ("data", "scale", "offs", "starts", "block_starts"):
+            check_tensor_type(name, getattr(self, name))
+        if not is_one_of(self.block, COLUMN_BLOCKS) or not is_one_of(self.alignment, ALIGNMENTS):
+            raise ValueError(
+                f"block is {shown(self.block)} and alignment {shown(self.alignment)}; allowed: {COLUMN_BLOCKS} and "
+                f"{ALIGNMENTS}"
+            )
 
     @property
     def features(self) -> int:
@@ -197,6 +210,7 @@ def offs_from_indices(m_indices: torch.Tensor, num_groups: int) -> torch.Tensor:
     that descends counts as the largest one before it.
     """
     _check_integers("m_indices", m_indices)
+    check_integer("num_groups", num_groups, 0)
     if is_readable(m_indices):
         kept = m_indices[m_indices >= 0]
         if bool((kept.diff() < 0).any()) or bool((kept >= num_groups).any()):
@@ -233,8 +247,7 @@ def from_masked(masked_m: torch.Tensor, max_m: int) -> MaskedRows:
     Nothing waits for the device. Raises ValueError.
     """
     _check_integers("masked_m", masked_m)
-    if max_m < 0:
-        raise ValueError(f"max_m is {max_m}; it must not be negative")
+    check_integer("max_m", max_m, 0)
     sizes = masked_m.to(torch.int64).clamp(0, max_m)
     ends = sizes.cumsum(0)
     slot = torch.arange(max_m, device=masked_m.device)
@@ -252,6 +265,7 @@ def is_integers(t: object, rank: int = 1) -> TypeGuard[torch.Tensor]:
 
 
 def _check_integers(name: str, t: object) -> None:
+    check_tensor_type(name, t)
     if not is_integers(t):
         got = f"{tuple(t.shape)} {t.dtype}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise ValueError(f"{name} must be a 1-D int32 or int64 tensor, got {got}")

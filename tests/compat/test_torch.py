@@ -155,7 +155,7 @@ OFFS = padless.group_offsets([2, 4])
         ({"mat_b": GOOD[1].data}, r"mat_b must be \(G, K, N\) and column-major .*\(2, 136, 272\)"),
         ({"mat_b": GOOD[1].data[0].t()}, r"mat_a has 272 columns and mat_b 272 rows"),
         ({"mat_a": GOOD[0].data[None]}, r"mat_a must be \(M, K\), or \(M, T\) beside a 2-D mat_b"),
-        ({"output_dtype": torch.float64}, "out_dtype is torch.float64"),
+        ({"output_dtype": torch.float64}, "output_dtype is torch.float64"),
         ({"scale_b": GOOD[1].scale[:1]}, r"scale_b has shape \(1, 2, 3\); allowed: .*\(2, 2, 3\)"),
         ({"scale_a": GOOD[0].scale.double()}, "scale must be torch.float32"),
     ],

@@ -235,7 +235,7 @@ WRONG = {
     "weights[1] has another global_scale than weights[0]": lambda: concatenate_rows(
         [weight(4, 32, NVFP4, global_scale=1.0), weight(4, 32, NVFP4, global_scale=2.0)]
     ),
-    "packed must be uint8 or float4_e2m1fn_x2": lambda: from_torch(torch.zeros(4, 4), e4m3(4, 1, seed=1)),
+    "data must be uint8 or float4_e2m1fn_x2": lambda: from_torch(torch.zeros(4, 4), e4m3(4, 1, seed=1)),
     "scale must be float8_e4m3fn, float8_e8m0fnu or uint8, got torch.float32": lambda: from_torch(
         random_bytes(4, 8, seed=1), torch.ones(4, 1)
     ),

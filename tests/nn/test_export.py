@@ -105,3 +105,40 @@ def test_a_whole_trainable_layer() -> None:
     assert {"padless.route.default", "padless.grouped_gemm.default", "padless.combine.default"} <= operators_of(program)
     other = normal(6, H, seed=3).bfloat16()
     assert torch.equal(program.module()(other), module(other))
+
+
+def test_a_bounded_number_of_tokens() -> None:
+    module, tokens = nn.MoE(64, 32, 4, 2).eval(), torch.export.Dim("tokens", min=2, max=1024)
+    program = torch.export.export(module, (normal(17, 64),), dynamic_shapes=({0: tokens},)).module()
+    for count in (2, 5, 17, 1024):
+        x = normal(count, 64, seed=count)
+        assert torch.equal(program(x), module(x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "bf16"))])
+def test_sizes_that_may_all_change(recipe: str) -> None:
+    """torch.compile(dynamic=True): outputs and gradients of other numbers of tokens, without another compilation."""
+    torch._dynamo.reset()
+    module = nn.MoE(64, 32, 4, 2, recipe=recipe)
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True)
+    for count in (5, 33):
+        results = []
+        for call in (compiled, module):
+            module.zero_grad()
+            x = normal(count, 64, seed=count).requires_grad_()
+            out = call(x)
+            out.backward(normal(count, 64, seed=1))
+            results.append([out, x.grad, *(p.grad for p in module.parameters())])
+        assert all(torch.equal(got, want) for got, want in zip(*results, strict=True))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(compiled(x), module(x))
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_quantize_of_sizes_that_may_all_change(format: BlockScaledFormat) -> None:
+    torch._dynamo.reset()
+    module = Quantizer(format)
+    compiled = torch.compile(module, backend="aot_eager", dynamic=True, fullgraph=True)
+    for rows in (5, 17, 33):
+        x = normal(rows, H, seed=rows)
+        assert torch.equal(compiled(x), module(x))

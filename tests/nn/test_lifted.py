@@ -9,7 +9,7 @@ import torch
 
 from padless import NVFP4
 from padless.autograd import grouped_linear
-from padless.nn import experts_function, lifted
+from padless.nn import experts_function, lifted, linear_function
 from padless.quantization import lifting
 from support.training_layer import EVERY_RECIPE, Layer, gradients, layer, module
 
@@ -57,8 +57,9 @@ def test_lifting_is_exact(dtype: torch.dtype) -> None:
 
 
 def test_what_is_lost_without_lifting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module_, name in ((lifting, "LIFT"), (lifted, "LOWER"), (experts_function, "LOWER")):
-        monkeypatch.setattr(module_, name, 1.0)
+    lowering = "lowered_by_lift"
+    for module_, name in ((linear_function, "lift"), (lifted, lowering), (experts_function, lowering)):
+        monkeypatch.setattr(module_, name, lambda t: t)
     assert unequal("fp8") == ["x", "prob", "w13", "w2"]
     assert unequal("fp8_bf16_wgrad") == ["x", "prob", "w13"]
 

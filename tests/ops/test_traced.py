@@ -32,10 +32,12 @@ from support.public_calls import (
     activation,
     columns,
     copied,
+    described,
     normal,
     replaced,
     same,
     tensors_in,
+    tensors_of,
     weight,
 )
 
@@ -43,13 +45,6 @@ GROUPED_GEMM = padless.grouped_gemm
 OTHER_OFFS = torch.tensor([1, 4, 6], dtype=torch.int32)
 # Products, which are operators in a program: padless's, since what a tensor holds decides what they do.
 OPERATORS = ("gemm", "grouped_gemm", "GroupedGemmQuant.execute", "quantize", "scaled_grouped_mm")
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Every tensor of a call's arguments or its result, in order."""
-    found: list[torch.Tensor] = []
-    replaced(dict(value) if hasattr(value, "keys") else value, lambda t: (found.append(t), t)[1])
-    return found
 
 
 class Program(torch.nn.Module):
@@ -96,10 +91,6 @@ def test_fake_tensors(name: str) -> None:
     assert all(type(t) is not torch.Tensor for t in got)
 
 
-def described(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.dtype, t.stride(), t.device
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_export(name: str) -> None:
     """The program computes from the tensors that it is given then, groups too, and not from those of the export."""
@@ -118,11 +109,12 @@ def assert_exports(module: Program, name: str) -> None:
     assert called or not name.startswith(OPERATORS)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_compile(name: str) -> None:
-    """In one graph, of arguments as a user has them."""
+def test_compile(name: str, dynamic: bool | None) -> None:
+    """In one graph, of arguments as a user has them. dynamic: sizes and numbers may all change."""
     torch._dynamo.reset()
-    compiled = torch.compile(CALLS[name].function, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(CALLS[name].function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     given, eager = CALLS[name].arguments(), CALLS[name].arguments()
     got, want = compiled(**given), CALLS[name].function(**eager)
     assert type(got) is type(want)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import padless
-from padless import checkpoints, layouts, moe
+from padless import checkpoints, layouts, moe, nn
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledTensor
 from padless.verify.fuzz.run import run_fuzz
 
@@ -58,8 +58,8 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def a(fmt: Any = FP8_BLOCK, m: int = M, k: int = K, **options: Any) -> BlockScaledTensor:
-    return padless.quantize(normal(m, k), fmt, **options)
+def a(fmt: Any = FP8_BLOCK, m: int = M, k: int = K, x: torch.Tensor | None = None, **options: Any) -> BlockScaledTensor:
+    return padless.quantize(normal(m, k) if x is None else x, fmt, **options)
 
 
 def b(fmt: Any = FP8_BLOCK, groups: int = G, n: int = N, k: int = K, **options: Any) -> BlockScaledTensor:
@@ -76,6 +76,16 @@ def multiply(x: Any = None, w: Any = None, offs: Any = OFFS, **options: Any) -> 
 
 def out(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
+
+
+def shared_memory() -> Any:
+    memory = normal(M + 5, N).bfloat16()
+    return padless.grouped_gemm(memory[:M], normal(G, N, N).bfloat16(), OFFS, out=memory[5:])
+
+
+def made_for_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return out(M, N)
 
 
 def misaligned(t: BlockScaledTensor) -> BlockScaledTensor:
@@ -116,6 +126,7 @@ LINES: tuple[Bad, ...] = (
     Bad(GEMM, "`offs` elsewhere", multiply(offs=OFFS.to("meta"))),
     Bad(GEMM, "no `offs`", multiply(offs=None)),
     Bad(GEMM, "1025 groups", multiply(w=b(groups=1025, n=8), offs=torch.zeros(1025, dtype=torch.int32))),
+    Bad("group_offsets", "no sizes", lambda: padless.group_offsets(None)),  # type: ignore[arg-type]
     Bad("group_offsets", "a negative size", lambda: padless.group_offsets([3, -1])),
     Bad("group_offsets", "sizes of 2^31 rows", lambda: padless.group_offsets([2**30, 2**30])),
     Bad("layouts.offs_from_indptr", "a first entry that is not 0", lambda: layouts.offs_from_indptr(ends(1, 3)),
@@ -143,6 +154,8 @@ LINES: tuple[Bad, ...] = (
     Bad(GEMM, "`out` of another shape", multiply(out=out(M, N + 8))),
     Bad(GEMM, "`out` of float64", multiply(out=out(M, N, dtype=torch.float64))),
     Bad(GEMM, "`out` whose columns are contiguous", multiply(out=out(N, M).t())),
+    Bad(GEMM, "`out` in the memory of an operand", shared_memory),
+    Bad(GEMM, "`out` of torch.inference_mode, outside of it", multiply(out=made_for_inference())),
     Bad(GEMM, "`out_dtype` int8", multiply(out_dtype=torch.int8)),
     Bad(GEMM, "an unknown backend", multiply(backend="gpu")),
     Bad(GEMM, "a config of another kernel", multiply(config=padless.Sm90Bf16Config)),
@@ -164,6 +177,10 @@ LINES: tuple[Bad, ...] = (
         out=out(G, K, K), accumulate=True)),
     # quantizing
     Bad("quantize", "int32 values", lambda: padless.quantize(torch.ones((M, K), dtype=torch.int32), MXFP8)),
+    Bad("quantize", "a sparse tensor", lambda: a(x=torch.eye(K).to_sparse())),
+    Bad("quantize", "a global scale below 0", lambda: a(NVFP4, global_scale=-1.0),
+        "the same for a number; a tensor on a GPU is not looked at"),
+    Bad("quantize", "a call inside of torch.vmap", lambda: torch.vmap(lambda x: a(x=x).data)(normal(2, M, K))),
     Bad("quantize", "an odd K of FP4", lambda: padless.quantize(normal(M, 33), MXFP4)),
     Bad("quantize", "a rule of another format", lambda: a(MXFP8, scale_rule="te")),
     Bad("quantize", "tiles of groups without groups", lambda: a(MXFP8, scale_layout="blocked_groups")),
@@ -176,6 +193,8 @@ LINES: tuple[Bad, ...] = (
     Bad("BlockScaledTensor.to", "a dtype", lambda: a().to(torch.bfloat16)),  # type: ignore[arg-type]
     Bad("BlockScaledTensor[..]", "activations", lambda: a()[0]),
     # the layer
+    Bad("nn.GroupedLinear", "more groups than there can be", lambda: nn.GroupedLinear(2000, 16, 16)),
+    Bad("nn.GroupedLinear", "sizes that the recipe does not take", lambda: nn.GroupedLinear(1, 16, 16, recipe="mxfp8")),
     Bad("moe.route", "17 experts a token", lambda: moe.route(torch.zeros((2, 17), dtype=torch.int64), 32)),
     Bad("moe.route", "ids of float32", lambda: moe.route(torch.zeros(2, 2), 4)),
     Bad("moe.combine", "too few rows", lambda: moe.combine(normal(3, 8), ends(0, 1, 2, 3).view(2, 2), None)),

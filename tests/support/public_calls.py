@@ -340,6 +340,18 @@ def copied(t: torch.Tensor, device: torch.device | str, reverse: bool = False) -
     return made
 
 
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Every tensor of a call's arguments or its result, in order."""
+    found: list[torch.Tensor] = []
+    replaced(dict(value) if hasattr(value, "keys") else value, lambda t: (found.append(t), t)[1])
+    return found
+
+
+def described(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a tensor without values has, too."""
+    return t.shape, t.dtype, t.stride(), t.device
+
+
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in an argument or a result, with its name."""
     if isinstance(value, torch.Tensor):

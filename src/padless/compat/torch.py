@@ -5,11 +5,14 @@ torch has no grouped path for 1x128 / 128x128 scales (checked: 2.11 to 2.13); th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from padless.arguments import check_flag, check_tensor_type, is_one_of, shown
 from padless.compat.torch_recipes import activations, columns, weights
+from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
@@ -63,18 +66,37 @@ def scaled_grouped_mm(
     Raises:
         ValueError: anything else, with what is allowed.
     """
-    refuse_gradients(mat_a=mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias)
+    refuse_gradients(mat_a=mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias, offs=offs)
+    for name, mat in (("mat_a", mat_a), ("mat_b", mat_b)):
+        check_tensor_type(name, mat)
+    check_flag("use_fast_accum", use_fast_accum)
     if bias is not None:
         raise ValueError("bias must be None: torch's grouped call has no bias either")
-    if tuple(contraction_dim) not in ((), (-1, -2)):
-        raise ValueError(f"contraction_dim is {contraction_dim}; only the default, empty, and (-1, -2) are supported")
+    if not isinstance(contraction_dim, (tuple, list)) or tuple(contraction_dim) not in ((), (-1, -2)):
+        raise ValueError(
+            f"contraction_dim is {shown(contraction_dim)}; only the default, empty, and (-1, -2) are supported"
+        )
     if offs is None:
         raise ValueError("offs is None; pass the (G,) int32 cumulative end rows")
-    dtype = output_dtype or torch.bfloat16
+    dtype = torch.bfloat16 if output_dtype is None else output_dtype
+    if not is_one_of(dtype, OUT_DTYPES):
+        raise ValueError(f"output_dtype is {shown(dtype)}; allowed: {', '.join(map(str, OUT_DTYPES))}, None")
     if mat_a.dim() == mat_b.dim() == 2:
         scales, recipes = (scale_a, scale_b), (scale_recipe_a, scale_recipe_b)
         dy, x = columns((mat_a, mat_b), scales, recipes, (swizzle_a, swizzle_b), offs)
         return grouped_gemm_wgrad(dy, x, out_dtype=dtype)
-    b = weights(mat_b, scale_b, scale_recipe_b, swizzle_b)
-    a = activations(mat_a, scale_a, scale_recipe_a, swizzle_a, offs)
+    b = _named("b", lambda: weights(mat_b, scale_b, scale_recipe_b, swizzle_b))
+    a = _named("a", lambda: activations(mat_a, scale_a, scale_recipe_a, swizzle_a, offs))
     return grouped_gemm(a, b, offs, out_dtype=dtype)
+
+
+def _named(letter: str, make: Callable[[], BlockScaledTensor]) -> BlockScaledTensor:
+    """What ``make`` makes; errors about its parts name the arguments that they are."""
+    try:
+        return make()
+    except ValueError as error:
+        text = str(error)
+        said = any(
+            name in text for name in (f"mat_{letter}", f"scale_{letter}", f"swizzle_{letter}", f"recipe_{letter}")
+        )
+        raise ValueError(text if said else f"mat_{letter} (data) and scale_{letter} (scale): {text}") from None

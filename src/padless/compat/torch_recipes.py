@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import shown
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -101,8 +102,8 @@ def columns(
     a, b = mats
     if names(recipes[0]) != ROWS or names(recipes[1]) not in (ROWS, SQUARES):
         raise ValueError(
-            f"scale_recipe_a is {recipes[0]} and scale_recipe_b {recipes[1]} of 2-D mat_a and mat_b; supported: "
-            f"ScalingType.{ROWS} with ScalingType.{ROWS} or ScalingType.{SQUARES}"
+            f"scale_recipe_a is {_told(recipes[0])} and scale_recipe_b {_told(recipes[1])} of 2-D mat_a and mat_b; "
+            f"supported: ScalingType.{ROWS} with ScalingType.{ROWS} or ScalingType.{SQUARES}"
         )
     require_column_major(b, 2)
     b = b.t()
@@ -155,7 +156,7 @@ def require_column_major(mat: torch.Tensor, rank: int) -> None:
 
 def names(value: Any) -> str:
     """Names of one of torch's enums, or of a list of them, with "+" between; "" of None."""
-    return "+".join([one if isinstance(one, str) else getattr(one, "name", str(one)) for one in _listed(value)])
+    return "+".join([one if isinstance(one, str) else str(getattr(one, "name", one)) for one in _listed(value)])
 
 
 def _format(name: str, mat: torch.Tensor, recipe: Any, allowed: tuple[str, ...]) -> BlockScaledFormat:
@@ -163,7 +164,7 @@ def _format(name: str, mat: torch.Tensor, recipe: Any, allowed: tuple[str, ...])
     first, _, others = names(recipe).partition("+")
     if first not in allowed or others not in ("", "TensorWise" if first == "BlockWise1x16" else ""):
         supported = ", ".join(f"ScalingType.{one}" for one in allowed)
-        raise ValueError(f"scale_recipe_{name} is {recipe}; supported: {supported}")
+        raise ValueError(f"scale_recipe_{name} is {_told(recipe)}; supported: {supported}")
     if (fmt := _FORMATS.get((first, mat.dtype))) is None:
         dtypes = " or ".join(str(dtype) for one, dtype in _FORMATS if one == first)
         raise ValueError(f"mat_{name} is {mat.dtype}; ScalingType.{first} scales {dtypes}")
@@ -186,10 +187,14 @@ def _is_swizzled(name: str, swizzle: Any, fmt: BlockScaledFormat) -> bool:
     first, _, others = names(swizzle).partition("+")
     if fmt is FP8_BLOCK:
         if names(swizzle) not in ("", "NO_SWIZZLE"):
-            raise ValueError(f"swizzle_{name} is {swizzle}; 1x128 and 128x128 scales are not swizzled: leave it None")
+            raise ValueError(
+                f"swizzle_{name} is {_told(swizzle)}; 1x128 and 128x128 scales are not swizzled: leave it None"
+            )
         return False
     if first not in ("SWIZZLE_32_4_4", "NO_SWIZZLE") or others not in ("", "NO_SWIZZLE"):
-        raise ValueError(f"swizzle_{name} is {swizzle}; pass SwizzleType.SWIZZLE_32_4_4 or SwizzleType.NO_SWIZZLE")
+        raise ValueError(
+            f"swizzle_{name} is {_told(swizzle)}; pass SwizzleType.SWIZZLE_32_4_4 or SwizzleType.NO_SWIZZLE"
+        )
     return first == "SWIZZLE_32_4_4"
 
 
@@ -210,6 +215,11 @@ def _scale_of_squares(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tens
         f"scale_b has shape {tuple(scale.shape)}; allowed: (G, K blocks, N blocks) = {(groups, k_blocks, n_blocks)}, "
         f"K blocks rounded up to 4 or not, or {wanted}"
     )
+
+
+def _told(value: Any) -> str:
+    """A recipe or a swizzle in a message."""
+    return shown(value) if isinstance(value, torch.Tensor) else str(value)
 
 
 def _listed(value: Any) -> list[Any]:

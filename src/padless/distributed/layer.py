@@ -21,7 +21,7 @@ from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.quantization.lifting import LOWER, lift
+from padless.quantization.lifting import lift, lowered_by_lift
 from padless.quantization.quantize import quantize
 from padless.runtime.choices import BackendName
 
@@ -223,7 +223,7 @@ class _MoeOverRanks(torch.autograd.Function):
         found = backward.gradients_of_experts(
             rows, dy, plan.prob, plan.offs, w13.weights, experts.second.weights, experts.activation.gate_up, w13.backend
         )
-        turned = backward.transposed(w13.weights.data, w13.weights.scale * LOWER)
+        turned = backward.transposed(w13.weights.data, lowered_by_lift(w13.weights.scale))
         assert found.dprob is not None
         dx_rows = grouped_gemm(found.dz_rows, turned, plan.offs, backend=w13.backend)
         dx, dweights = gradients_of_dispatch(ep, dx_rows.to(ep.settings.partial), found.dprob, plan)

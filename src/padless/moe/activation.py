@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from padless.arguments import check_number, is_one_of, shown
 from padless.runtime.choices import ActivationKind, GateUp
 
 KINDS = ("swiglu", "geglu", "relu2", "gelu", "silu")
@@ -49,10 +50,13 @@ class Activation:
     up_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"activation is {self.kind!r}; allowed: {', '.join(map(repr, KINDS))}")
-        if self.gate_up not in GATE_UP:
-            raise ValueError(f"gate_up is {self.gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
+        if not is_one_of(self.kind, KINDS):
+            raise ValueError(f"kind of activation is {shown(self.kind)}; allowed: {', '.join(map(repr, KINDS))}")
+        if not is_one_of(self.gate_up, GATE_UP):
+            raise ValueError(f"gate_up is {shown(self.gate_up)}; allowed: {', '.join(map(repr, GATE_UP))}")
+        for name in ("alpha", "limit", "up_offset"):
+            if (value := getattr(self, name)) is not None or name != "limit":
+                check_number(name, value)
         if self.kind != "swiglu" and self.alpha != 1.0:
             raise ValueError(f"alpha is {self.alpha}; it must be 1 for activation {self.kind!r}, only 'swiglu' has it")
         if not self.is_gated and (self.limit is not None or self.up_offset != 0.0):

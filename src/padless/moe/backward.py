@@ -22,7 +22,7 @@ from padless.moe.combining import combine
 from padless.moe.gather import gather_quantize, route_quantize
 from padless.moe.slots import rows_to_slots, slots_to_rows
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.quantization.lifting import LOWER, lift
+from padless.quantization.lifting import lift, lowered_by_lift
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.runtime.choices import BackendName, SwigluGateUp
 from padless.runtime.operators import register_autograd
@@ -89,7 +89,7 @@ def _moe_backward(
     dweights = rows_to_slots(found.dprob, inverse, top_k_weights.dtype)
     if not needs_x:
         return x.new_empty(0), dweights
-    dx_rows = grouped_gemm(found.dz_rows, transposed(w13, w13_scale * LOWER), offs, backend=backend)
+    dx_rows = grouped_gemm(found.dz_rows, transposed(w13, lowered_by_lift(w13_scale)), offs, backend=backend)
     return combine(dx_rows, inverse, None, out_dtype=x.dtype), dweights
 
 
@@ -111,7 +111,7 @@ def gradients_of_experts(
     dh = grouped_gemm(dy, transposed(w2.data, w2.scale), offs, backend=backend)
     found = swiglu_backward_quantize(dh, z, offs, prob, gate_up=gate_up)
     assert found.dprob is not None
-    return replace(found, dprob=found.dprob * LOWER)
+    return replace(found, dprob=lowered_by_lift(found.dprob))
 
 
 def transposed(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import refuse_kinds
+from padless.kernels.config import MAX_GROUPS
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
 from padless.runtime.devices import on_device_of as on_device_of
 
 MAX_TOP_K = 16
-MAX_EXPERTS = 1024
+MAX_EXPERTS = MAX_GROUPS
 
 
 def check_matrix(name: str, t: object, rows: int | None, columns: int | None, device: torch.device) -> None:
     """Raises ValueError unless t is a (rows, columns) tensor of values on the device; None is any size."""
+    refuse_kinds(**{name: t})
     sizes = ("any" if rows is None else rows, "any" if columns is None else columns)
     if (
         not isinstance(t, torch.Tensor)
@@ -36,6 +39,7 @@ def check_device(name: str, t: torch.Tensor | None, x: torch.Tensor) -> None:
 
 def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None:
     """Raises ValueError unless inverse is (T, k) int32 for so many tokens and rows."""
+    refuse_kinds(inverse=inverse)
     if not isinstance(inverse, torch.Tensor) or inverse.dtype != torch.int32 or inverse.dim() != 2:
         raise ValueError(f"inverse must be (T, k) int32 (see padless.moe.route), got {describe(inverse)}")
     if tokens is not None and inverse.shape[0] != tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.checks import check_inverse, check_matrix
@@ -39,8 +40,8 @@ def combine(
         check_matrix("shared", shared, tokens, y.shape[1], y.device)
     refuse_gradients(y=y, weights=weights, shared=shared)
     dtype = y.dtype if out_dtype is None else out_dtype
-    if dtype not in INPUT_DTYPES:
-        raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+    if not is_one_of(dtype, INPUT_DTYPES):
+        raise ValueError(f"out_dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
     out: torch.Tensor = ops.call("combine", y, inverse, weights, shared, dtype)
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.moe import ops
@@ -41,8 +42,10 @@ def gather_quantize(
     check_inverse(inverse, None, None)
     check_matrix("x", x, inverse.shape[0], None, inverse.device)
     rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
+    refuse_kinds(tokens=tokens)
     wanted = (inverse.numel(),), torch.int32, inverse.device
-    if tokens is not None and (tuple(tokens.shape), tokens.dtype, tokens.device) != wanted:
+    found = (tuple(tokens.shape), tokens.dtype, tokens.device) if isinstance(tokens, torch.Tensor) else None
+    if tokens is not None and found != wanted:
         raise ValueError(f"tokens must be ({inverse.numel()},) int32 of the same route, got {describe(tokens)}")
     data, scale = ops.call("gather_quantize", x, inverse, format.name, rule, scale_layout, global_scale, tokens)
     return BlockScaledTensor(data.view(format.data_dtype), scale, format, global_scale, scale_layout)
@@ -120,10 +123,9 @@ def activate_quantize(
 
     Raises ValueError.
     """
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor_type("x", x)
     check_matrix("x", x, None, None, x.device)
-    refuse_gradients(x=x, global_scale=global_scale)
+    refuse_gradients(x=x, global_scale=global_scale, offs=offs)
     if not isinstance(activation, Activation):
         raise ValueError(f"activation must be a padless.moe.Activation, got {type(activation).__name__}")
     k = activation.out_columns(x.shape[1])
@@ -136,7 +138,7 @@ def activate_quantize(
         if (
             global_scale is not None
             and global_scale.numel() != 1
-            and (offs is None or global_scale.shape != offs.shape)
+            and (not isinstance(offs, torch.Tensor) or global_scale.shape != offs.shape)
         ):
             raise ValueError(
                 f"global_scale must be one value or one for each group of offs, got {describe(global_scale)} and offs "
@@ -160,6 +162,8 @@ def gather_backward(
     drows: (S, K), inverse: (T, k) int32 of `route`; slots of ids that are no expert add nothing.
     out_dtype: of dx; None is that of drows. Raises ValueError.
     """
+    check_inverse(inverse, None, None)
+    check_matrix("drows", drows, None, None, inverse.device)
     return combine(drows, inverse, None, out_dtype=out_dtype)
 
 
@@ -167,20 +171,20 @@ def check_format(
     format: BlockScaledFormat, k: int, scale_rule: str | None, scale_layout: str, global_scale: torch.Tensor | None
 ) -> str:
     """The scale rule to use. Raises ValueError."""
-    if format not in FORMATS:
+    if not is_one_of(format, FORMATS):
         names = ", ".join(f.name for f in FORMATS)
-        raise ValueError(f"format is {getattr(format, 'name', format)!r}; allowed: {names}")
+        raise ValueError(f"format is {getattr(format, 'name', format)!r:.80}; allowed: {names}")
     if k == 0 or k % format.codes_per_byte != 0:
         raise ValueError(f"K is {k}; it must be positive{' and even' if format.codes_per_byte == 2 else ''}")
     rules = SCALE_RULES[format] or ("",)
     rule = rules[0] if scale_rule is None else scale_rule
-    if rule not in rules:
-        raise ValueError(f"scale_rule is {scale_rule!r}; allowed for {format.name}: {', '.join(map(repr, rules))}")
-    if scale_layout not in LAYOUTS or (scale_layout == "blocked" and format.scale_dtype == torch.float32):
-        raise ValueError(f"scale_layout is {scale_layout!r}; allowed: 'plain', and 'blocked' for one-byte scales")
+    if not is_one_of(rule, rules):
+        raise ValueError(f"scale_rule is {shown(scale_rule)}; allowed for {format.name}: {', '.join(map(repr, rules))}")
+    if not is_one_of(scale_layout, LAYOUTS) or (scale_layout == "blocked" and format.scale_dtype == torch.float32):
+        raise ValueError(f"scale_layout is {shown(scale_layout)}; allowed: 'plain', and 'blocked' for one-byte scales")
     if (global_scale is None) == (format == NVFP4):
         wanted = "a float32 tensor" if format == NVFP4 else "None"
         raise ValueError(f"global_scale must be {wanted} for {format.name}, got {describe(global_scale)}")
-    if global_scale is not None and global_scale.dtype != torch.float32:
+    if global_scale is not None and (not isinstance(global_scale, torch.Tensor) or global_scale.dtype != torch.float32):
         raise ValueError(f"global_scale must be float32, got {describe(global_scale)}")
     return rule

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import (
     FORMAT_BY_NAME,
@@ -125,8 +126,8 @@ def moe(
         if shared is not None:
             check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
         dtype = x.dtype if out_dtype is None else out_dtype
-        if dtype not in INPUT_DTYPES:
-            raise ValueError(f"out_dtype is {dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+        if not is_one_of(dtype, INPUT_DTYPES):
+            raise ValueError(f"out_dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
         name = _activations(activations, w13, x)
         if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
             raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
@@ -137,6 +138,8 @@ def moe(
     first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
     scales = (global_scale1, global_scale2)
     if ep is not None:
+        if not hasattr(ep, "_moe"):
+            raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
         format = FORMAT_BY_NAME.get(name)
         layer = (first, second, act, format, _scales(x, format, scales))
         return ep._moe(x, top_k_index, top_k_weights, layer, shared, dtype, num_experts)
@@ -280,8 +283,8 @@ def _check(
     num_experts: int | None,
     activation: Activation,
 ) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor_type("x", x)
+    refuse_kinds(top_k_index=top_k_index)
     check_matrix("x", x, None, None, x.device)
     tokens, h = x.shape
     if (
@@ -306,6 +309,8 @@ def _check(
     wanted = (experts, h, activation.out_columns(n))
     if w2.logical_shape != wanted:
         raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
+    if num_experts is not None:
+        check_integer("num_experts", num_experts, 1)
     if num_experts is not None and num_experts != experts:
         raise ValueError(f"num_experts is {num_experts} and w13 has {experts} experts; leave it None")
 
@@ -321,7 +326,7 @@ def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -
     if isinstance(activations, BlockScaledFormat) and activations.name in FORMAT_BY_NAME:
         return activations.name
     allowed = ", ".join(FORMAT_BY_NAME)
-    raise ValueError(f"activations is {activations!r}; allowed: None, torch.bfloat16, {allowed}")
+    raise ValueError(f"activations is {shown(activations)}; allowed: None, torch.bfloat16, {allowed}")
 
 
 def _check_vector(
@@ -333,6 +338,7 @@ def _check_vector(
 ) -> None:
     if t is None:
         return
+    refuse_kinds(**{name: t})
     if not isinstance(t, torch.Tensor) or tuple(t.shape) not in shapes or t.dtype not in dtypes or t.device != device:
         allowed = " or ".join(map(str, shapes))
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

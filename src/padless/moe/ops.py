@@ -31,9 +31,9 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Whether a call is being compiled, or has a subclass of a tensor: a fake one, or one that traces."""
+    """Whether a call is being compiled, or has a tensor without values: a fake one, one that traces or is on meta."""
     return torch.compiler.is_compiling() or any(
-        isinstance(a, torch.Tensor) and type(a) not in PLAIN_TENSORS for a in arguments
+        isinstance(a, torch.Tensor) and (type(a) not in PLAIN_TENSORS or a.is_meta) for a in arguments
     )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from padless.arguments import check_integer, refuse_kinds
 from padless.moe import ops
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
 from padless.ops.checks import describe
@@ -42,6 +43,7 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
 
 def check_ids(top_k_index: object, num_experts: int) -> None:
     """Raises ValueError for ids that cannot be sorted."""
+    refuse_kinds(top_k_index=top_k_index)
     if (
         not isinstance(top_k_index, torch.Tensor)
         or top_k_index.dtype not in (torch.int32, torch.int64)
@@ -50,5 +52,4 @@ def check_ids(top_k_index: object, num_experts: int) -> None:
         raise ValueError(f"top_k_index must be (T, k) int32 or int64, got {describe(top_k_index)}")
     if not 1 <= top_k_index.shape[1] <= MAX_TOP_K:
         raise ValueError(f"top_k_index must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(top_k_index)}")
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts is {num_experts}; it must be from 1 to {MAX_EXPERTS}")
+    check_integer("num_experts", num_experts, 1, MAX_EXPERTS)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from padless.arguments import check_device, check_flag, check_integer, check_tensor_type, check_type, is_one_of, shown
 from padless.distributed import ExpertParallel
 from padless.distributed.functions import tracked
 from padless.formats import NVFP4
+from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
-from padless.nn.linear import QuantizedModule, has_backward
+from padless.nn.linear import QuantizedModule, check_dtype, has_backward
 from padless.nn.recipe import Recipe
 from padless.nn.weight_gradient import DelayedWgrad
 from padless.runtime.choices import Score, SwigluGateUp
@@ -63,6 +65,9 @@ class Experts(QuantizedModule):
         keep_codes: bool = False,
     ) -> None:
         super().__init__(recipe, delayed_wgrad, keep_codes)
+        check_integer("hidden", hidden, 1)
+        check_integer("intermediate", intermediate, 1)
+        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
         self.hidden, self.intermediate, self.num_experts = hidden, intermediate, num_experts
         check_gate_up(gate_up, intermediate)
         if ep is not None:
@@ -155,6 +160,7 @@ def local(weight: torch.Tensor) -> torch.Tensor:
 
 def check_exchange(ep: ExpertParallel, num_experts: int, hidden: int) -> None:
     """Raises ValueError for an exchange that experts of these sizes cannot be trained with."""
+    check_type("ep", ep, ExpertParallel)
     s = ep.settings
     if (s.num_experts, s.hidden) != (num_experts, hidden) or not s.row_format.is_plain:
         raise ValueError(
@@ -212,12 +218,19 @@ class MoE(nn.Module):
         keep_codes: bool = False,
     ) -> None:
         super().__init__()
+        check_type("ep", ep, ExpertParallel)
         if ep is not None and ep.settings.top_k != top_k:
             raise ValueError(f"top_k is {top_k} and ep's {ep.settings.top_k}; they must be the same")
-        if not 1 <= top_k <= min(num_experts, 16):
-            raise ValueError(f"top_k is {top_k}; it must be from 1 to 16 and at most num_experts = {num_experts}")
-        if score not in SCORES:
-            raise ValueError(f"score is {score!r}; allowed: {', '.join(map(repr, SCORES))}")
+        check_integer("hidden", hidden, 1)
+        check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+        check_integer("top_k", top_k, 1, min(num_experts, MAX_TOP_K))
+        if shared_intermediate is not None:
+            check_integer("shared_intermediate", shared_intermediate, 1)
+        check_flag("normalize", normalize)
+        check_device(device)
+        check_dtype(dtype)
+        if not is_one_of(score, SCORES):
+            raise ValueError(f"score is {shown(score)}; allowed: {', '.join(map(repr, SCORES))}")
         self.top_k, self.score, self.normalize = top_k, score, normalize
         self.router = nn.Linear(hidden, num_experts, bias=False, dtype=dtype, device=device)
         self.experts = Experts(
@@ -247,6 +260,10 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for x (.., H), of its shape and dtype."""
+        check_tensor_type("x", x)
+        hidden = self.experts.hidden
+        if x.dim() == 0 or x.shape[-1] != hidden or not x.is_floating_point():
+            raise ValueError(f"x must be (.., {hidden}) in bfloat16, float16 or float32, got {shown(x)}")
         with checking(self.experts.ep):
             tokens = x.reshape(-1, x.shape[-1])
             _, index, weights = self.route(tokens)

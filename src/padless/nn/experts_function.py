@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_tensor_type, check_type, is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
 from padless.epilogue import INTERLEAVE
@@ -41,7 +42,7 @@ from padless.nn.quantizers import activation_gradients, quantized
 from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad, deliver
-from padless.quantization.lifting import LOWER
+from padless.quantization.lifting import lowered_by_lift
 from padless.quantization.swiglu_backward import GATE_UP
 from padless.runtime.choices import SwigluGateUp
 
@@ -84,6 +85,13 @@ def experts(
     It can be differentiated once. Raises ValueError.
     """
     recipe = as_recipe(recipe)
+    for name, operands in (("operands13", operands13), ("operands2", operands2)):
+        check_type(name, operands, WeightOperands)
+    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
+    for name, weight in (("w13", w13), ("w2", w2)):
+        check_tensor_type(name, weight)
+        if weight.dim() != 3:
+            raise ValueError(f"{name} must be (E, N, K), got {shown(weight)}")
     check_tokens(x, top_k_index, top_k_weights, shared, w13.shape[0])
     check_weight("w13", w13, x.shape[1], recipe)
     check_weight("w2", w2, w13.shape[1] // 2, recipe)
@@ -117,10 +125,10 @@ def check_tokens(
 
 def check_gate_up(gate_up: str, intermediate: int) -> None:
     """Raises ValueError for an order of gate and up that I columns cannot have."""
-    if gate_up not in GATE_UP or (gate_up == "interleaved" and intermediate % INTERLEAVE):
+    if not is_one_of(gate_up, GATE_UP) or (gate_up == "interleaved" and intermediate % INTERLEAVE):
         raise ValueError(
-            f"gate_up is {gate_up!r} and I {intermediate}; allowed: {', '.join(map(repr, GATE_UP))}, the latter for "
-            f"multiples of {INTERLEAVE}"
+            f"gate_up is {shown(gate_up)} and I {intermediate}; allowed: {', '.join(map(repr, GATE_UP))}, the latter "
+            f"for multiples of {INTERLEAVE}"
         )
 
 
@@ -358,7 +366,7 @@ def _activation_gradients(
     if recipe.fp8_dgrad and recipe.fp8_wgrad:
         found = activation_gradients(dh, z, offs, prob, plan.gate_up, recipe.column_block)
         assert found.dprob is not None
-        return found.dz_rows, found.dz_columns, found.hidden_columns, found.dprob * LOWER
+        return found.dz_rows, found.dz_columns, found.hidden_columns, lowered_by_lift(found.dprob)
     dz, h, dprob = call("swiglu_backward", dh, z, offs, prob, plan.gate_up)
     wgrad13 = recipe.wgrad if needs13 else None
     dz_rows, dz_columns = operands_of_rows(dz, offs, recipe.dgrad, wgrad13, (1, 128), is_gradient=True)

@@ -10,7 +10,7 @@ import torch
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns
 from padless.nn.quantizers import quantized
-from padless.quantization.lifting import LOWER
+from padless.quantization.lifting import lowered_by_lift
 
 Operand = TypeVar("Operand", BlockScaledTensor | torch.Tensor, GroupedColumns | torch.Tensor)
 
@@ -18,7 +18,7 @@ Operand = TypeVar("Operand", BlockScaledTensor | torch.Tensor, GroupedColumns | 
 def lowered(operand: Operand) -> Operand:
     """An FP8_BLOCK operand, of rows or along tokens, that is to be multiplied by a lifted one; any other as it is."""
     if isinstance(operand, GroupedColumns):
-        return replace(operand, scale=operand.scale * LOWER)
+        return replace(operand, scale=lowered_by_lift(operand.scale))
     if isinstance(operand, BlockScaledTensor) and operand.format == FP8_BLOCK:
-        return quantized(operand.data, operand.scale * LOWER)
+        return quantized(operand.data, lowered_by_lift(operand.scale))
     return operand

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.nn.linear_function import MULTIPLE, grouped_linear
+from padless.arguments import check_device, check_flag, check_integer, check_type, is_one_of, refuse_kinds, shown
+from padless.kernels.config import MAX_GROUPS
+from padless.nn.linear_function import check_sizes, grouped_linear
 from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import WeightCodes, WeightOperands, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad
+from padless.quantization.quantize import INPUT_DTYPES
 
 
 class QuantizedModule(nn.Module):
@@ -28,6 +31,7 @@ class QuantizedModule(nn.Module):
         super().__init__()
         self._codes: dict[str, WeightCodes] = {}
         self.recipe = as_recipe(recipe)
+        check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
         self.delayed_wgrad = delayed_wgrad
         self.keep_codes = keep_codes
 
@@ -38,9 +42,10 @@ class QuantizedModule(nn.Module):
             codes.forget()
         elif name == "recipe":
             value = as_recipe(value)
+            for weight in self._codes:
+                check_sizes(weight, tuple(getattr(self, weight).shape), value)
         elif name == "keep_codes":
-            if not isinstance(value, bool):
-                raise ValueError(f"keep_codes is {value!r}; it must be True or False")
+            check_flag("keep_codes", value)
             self.forget_codes()
         super().__setattr__(name, value)
 
@@ -50,16 +55,16 @@ class QuantizedModule(nn.Module):
             codes.forget()
 
     def _add_weight(self, name: str, shape: tuple[int, int, int], **factory: Any) -> None:
-        """Registers a parameter (G, N, K). Raises ValueError for sizes that no recipe takes."""
-        if min(shape) < 1 or shape[1] % MULTIPLE or shape[2] % MULTIPLE:
-            raise ValueError(
-                f"{name} would be (num_groups, N, K) = {shape}; N and K must be positive multiples of {MULTIPLE}"
-            )
+        """Registers a parameter (G, N, K). Raises ValueError for sizes and types that the recipe does not take."""
+        check_sizes(name, shape, self.recipe)
+        check_dtype(factory.get("dtype"))
+        check_device(factory.get("device"))
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
         self._codes[name] = WeightCodes()
 
     def _operands(self, name: str, parameter: torch.Tensor, weight: torch.Tensor, backward: bool) -> WeightOperands:
         """What products read of a weight, which is this rank's part of the parameter of that name."""
+        refuse_kinds(**{name: weight})
         codes = self._codes[name]
         if codes.pinned is not None:
             return codes.pinned
@@ -78,6 +83,12 @@ class QuantizedModule(nn.Module):
 def has_backward(*tensors: torch.Tensor) -> bool:
     """Whether autograd follows a call of these tensors."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def check_dtype(dtype: object) -> None:
+    """Raises ValueError for a type that no parameter of a layer has; float64 is for bfloat16 recipes on a CPU."""
+    if not is_one_of(dtype, (None, *INPUT_DTYPES, torch.float64)):
+        raise ValueError(f"dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float16 or torch.float32")
 
 
 class GroupedLinear(QuantizedModule):
@@ -107,6 +118,9 @@ class GroupedLinear(QuantizedModule):
         keep_codes: bool = False,
     ) -> None:
         super().__init__(recipe, delayed_wgrad, keep_codes)
+        check_integer("num_groups", num_groups, 1, MAX_GROUPS)
+        check_integer("in_features", in_features, 1)
+        check_integer("out_features", out_features, 1)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self._add_weight("weight", (num_groups, out_features, in_features), dtype=dtype, device=device)
         self.reset_parameters()

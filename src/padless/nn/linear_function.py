@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, NVFP4
+from padless.arguments import check_type, refuse_kinds
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.gradients import once_differentiable
+from padless.kernels.config import MAX_GROUPS
 from padless.layouts import GroupedColumns
 from padless.nn.calls import call
 from padless.nn.lifted import lowered
@@ -54,6 +56,8 @@ def grouped_linear(
     Raises ValueError for what is not allowed above.
     """
     recipe = as_recipe(recipe)
+    check_type("operands", operands, WeightOperands)
+    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
     check_rows("x", x, recipe)
     check_weight("weight", weight, x.shape[1], recipe)
     if weight.device != x.device:
@@ -73,19 +77,27 @@ def check_rows(name: str, x: object, recipe: Recipe) -> None:
     allowed: tuple[torch.dtype, ...] = INPUT_DTYPES
     if recipe.forward == recipe.dgrad == recipe.wgrad == torch.bfloat16:
         allowed = (*INPUT_DTYPES, torch.float64)
+    refuse_kinds(**{name: x})
     if not isinstance(x, torch.Tensor) or x.dim() != 2 or x.dtype not in allowed:
         raise ValueError(f"{name} must be a matrix in bfloat16, float16 or float32, got {describe(x)}")
 
 
 def check_weight(name: str, weight: object, k: int, recipe: Recipe) -> None:
     """Raises ValueError unless weight is (G, N, k) in a dtype that the recipe can take."""
+    refuse_kinds(**{name: weight})
     if not isinstance(weight, torch.Tensor) or weight.dim() != 3 or weight.shape[2] != k:
         raise ValueError(f"{name} must be (num_groups, N, K) with K = {k}, got {describe(weight)}")
     check_rows(name, weight[0] if weight.shape[0] else weight.flatten(1), recipe)
-    n = weight.shape[1]
-    if n == 0 or k == 0 or n % MULTIPLE or k % MULTIPLE:
+    check_sizes(name, tuple(weight.shape), recipe)
+
+
+def check_sizes(name: str, shape: tuple[int, ...], recipe: Recipe) -> None:
+    """Raises ValueError for a weight (G, N, K) of sizes that the recipe's products do not have."""
+    multiple = 2 * MULTIPLE if MXFP8 in (recipe.forward, recipe.dgrad) else MULTIPLE
+    if shape[0] > MAX_GROUPS or any(size == 0 or size % multiple for size in shape[1:]):
         raise ValueError(
-            f"{name} is (num_groups, N, K) = {tuple(weight.shape)}; N and K must be positive multiples of {MULTIPLE}"
+            f"{name} is (num_groups, N, K) = {shape}; num_groups must be {MAX_GROUPS} at most, and N and K positive "
+            f"multiples of {multiple} in this recipe"
         )
 
 

@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat
 from padless.runtime.choices import Saved, WgradMode
 
@@ -51,12 +52,12 @@ class Recipe:
     def __post_init__(self) -> None:
         for name, allowed in FORMATS.items():
             format = getattr(self, name)
-            if format not in allowed:
-                raise ValueError(f"{name} is {format!r}; allowed: {', '.join(map(_name, allowed))}")
-        if self.wgrad_mode not in WGRAD_MODES:
-            raise ValueError(f"wgrad_mode is {self.wgrad_mode!r}; allowed: {', '.join(map(repr, WGRAD_MODES))}")
-        if self.save not in SAVED:
-            raise ValueError(f"save is {self.save!r}; allowed: {', '.join(map(repr, SAVED))}")
+            if not is_one_of(format, allowed):
+                raise ValueError(f"{name} is {shown(format)}; allowed: {', '.join(map(_name, allowed))}")
+        if not is_one_of(self.wgrad_mode, WGRAD_MODES):
+            raise ValueError(f"wgrad_mode is {shown(self.wgrad_mode)}; allowed: {', '.join(map(repr, WGRAD_MODES))}")
+        if not is_one_of(self.save, SAVED):
+            raise ValueError(f"save is {shown(self.save)}; allowed: {', '.join(map(repr, SAVED))}")
 
     def __repr__(self) -> str:
         names = (f"{part}={_name(getattr(self, part))}" for part in ("forward", "dgrad", "wgrad"))
@@ -108,5 +109,5 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str) or recipe not in RECIPES:
-        raise ValueError(f"recipe is {recipe!r}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}")
+        raise ValueError(f"recipe is {shown(recipe)}; allowed: a padless.nn.Recipe or {', '.join(map(repr, RECIPES))}")
     return RECIPES[recipe]

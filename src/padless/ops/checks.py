@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.formats import OUT_DTYPES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.table import BF16, ROUTES, format_name
@@ -29,7 +30,7 @@ def describe(value: object) -> str:
     if isinstance(value, BlockScaledTensor):
         value = value.data
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__
 
 
@@ -66,6 +67,13 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     if isinstance(a, BlockScaledTensor) and a.scale.numel() >= 2**31 - 2**20:
         blocks = f"ceil(K / {a.format.block_k})"
         raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+
+
+def tensors_of(name: str, t: Activation) -> list[tuple[str, torch.Tensor | None]]:
+    """The tensors that a product reads of an operand, with the names that messages have for them."""
+    if isinstance(t, torch.Tensor):
+        return [(name, t)]
+    return [(f"{name}.data", t.data), (f"{name}.scale", t.scale), (f"{name}.global_scale", t.global_scale)]
 
 
 def check_operands_of_kernel(a: Activation, b: BlockScaledTensor) -> None:
@@ -178,8 +186,8 @@ def output(
     """
     m, n = a.shape[0], b.shape[1]
     if out is None:
-        if out_dtype not in OUT_DTYPES:
-            raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+        if not is_one_of(out_dtype, OUT_DTYPES):
+            raise ValueError(f"out_dtype is {shown(out_dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
         out = torch.empty((m, n), dtype=out_dtype, device=a.device)
     else:
         if not isinstance(out, torch.Tensor) or out.dtype not in OUT_DTYPES:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors, column_scale_shape, column_tiles, row_scale_shape
-from padless.formats import is_mn_major
-from padless.ops.checks import check_rows, describe
+from padless.formats import BlockScaledTensor, is_mn_major
+from padless.ops.checks import Activation, check_rows, data_of, describe, tensors_of
 from padless.ops.epilogue_run import check_tensor
+from padless.ops.outputs import check_outputs
+from padless.row_groups import is_traced
 
 
 def check_tensors(
@@ -48,6 +52,24 @@ def check_tensors(
             check_rows(name, check_tensor(name, codes, shape, (format.data_dtype,), device))
     _check_row_scale(epilogue, t, m, n_out, num_groups, device)
     _check_column_scale(epilogue, t, n_out, column_tiles(m, num_groups, m_aligned), device)
+
+
+# Of EpilogueTensors.
+_NUMBERS = ("alpha", "bias", "prob", "norm_const", "global_scale")
+_OUTPUTS = ("d", "amax", "row_codes", "row_scale", "column_codes", "column_scale")
+
+
+def check_outputs_apart(
+    a: Activation, b: BlockScaledTensor, offs: torch.Tensor, tensors: EpilogueTensors, names: Mapping[str, str]
+) -> None:
+    """Raises ValueError for an output in memory that the call reads, or of another output; traced ones pass.
+
+    names: what the caller calls the tensors: "a", "b", "offs" and those of EpilogueTensors.
+    """
+    if is_traced(data_of(a)):
+        return
+    numbers, outputs = ([(names[part], getattr(tensors, part)) for part in of] for of in (_NUMBERS, _OUTPUTS))
+    check_outputs(outputs, [*tensors_of(names["a"], a), *tensors_of(names["b"], b), (names["offs"], offs), *numbers])
 
 
 def _is_one_number(t: torch.Tensor | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from padless import layouts
+from padless.arguments import check_integer
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors, column_scale_shape, column_tiles, row_scale_shape
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, Prepared, tile_of
@@ -60,8 +61,7 @@ def check_columns(
 
 def check_m_aligned(m_aligned: object) -> None:
     """Raises ValueError for what no offset can be a multiple of."""
-    if not isinstance(m_aligned, int) or m_aligned < 1:
-        raise ValueError(f"m_aligned is {m_aligned!r}; it must be an integer of 1 or more")
+    check_integer("m_aligned", m_aligned, 1)
 
 
 def check_tensor(

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from padless.arguments import check_flag, refuse_kinds, shown
 from padless.formats import BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice, tile_of
@@ -26,8 +27,10 @@ from padless.ops.checks import (
     data_of,
     describe,
     output,
+    tensors_of,
 )
 from padless.ops.grouped_gemm_plain import grouped_gemm_plain
+from padless.ops.outputs import check_outputs
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_readable, is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
@@ -41,10 +44,12 @@ def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
     Example: sizes [3, 0, 2] give [3, 3, 5].
     """
     if not isinstance(sizes, torch.Tensor):
-        if isinstance(sizes, Sequence) and all(type(size) is int for size in sizes):
-            _check_sizes(list(sizes))  # before torch meets an integer of more than 64 bits
-        sizes = torch.tensor(sizes, dtype=torch.int64 if sizes == [] else None)
-    if sizes.dim() != 1 or sizes.is_floating_point():
+        if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {shown(sizes)}")
+        _check_sizes(list(sizes))  # before torch meets an integer of more than 64 bits
+        sizes = torch.tensor(sizes, dtype=torch.int64)
+    refuse_kinds(sizes=sizes)
+    if sizes.dim() != 1 or sizes.is_floating_point() or sizes.is_complex():
         raise ValueError(f"sizes must be a 1-D list or tensor of integers, got {sizes.dim()}-D {sizes.dtype}")
     if is_readable(sizes):
         _check_sizes(sizes.tolist())
@@ -80,7 +85,7 @@ def grouped_gemm(
         offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group. G is at
             most 1024. int64, what torch's cumsum gives, is cast first, a launch more on a GPU.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
-            new tensor they hold whatever was in memory.
+            new tensor they hold whatever was in memory. It shares no memory with what the call reads.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator" (Hopper's kernels on the CPU), "emulator:sm_100a" (Blackwell's), or
             None: the GPU's kernel for tensors on a GPU, else the reference.
@@ -121,7 +126,8 @@ def grouped_gemm(
             a, b, offs, dense=False, out=out, out_dtype=out_dtype, backend=backend, check_offs=check_offs, config=config
         )
     b = cast("BlockScaledTensor", b)
-    if check_offs:
+    if check_offs is not False:
+        check_flag("check_offs", check_offs)
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
     out, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config, backend)
@@ -141,6 +147,7 @@ def gemm(
 ) -> torch.Tensor:
     """The dense product a @ b.T: a (M, K), b (N, K), out (M, N). As grouped_gemm of one group, to the bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        refuse_kinds(b=b)
         if b.dim() != 2:
             raise ValueError(f"b must have rank 2, (N, K), got {describe(b)}")
         return grouped_gemm_plain(
@@ -163,7 +170,7 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     """A call that is not like one before: check, find, prepare, launch. The weights of "gemm" come as (N, K)."""
     # Check what any way of computing needs.
-    refuse_gradients(a=a, b=b, out=out)
+    refuse_gradients(a=a, b=b, offs=offs, out=out)
     weights = as_one_group(b) if operation == "gemm" else b
     if not missed.checked:
         check_operands(operation, a, weights, offs)
@@ -176,6 +183,7 @@ def _run(
         if offs is not None:
             check_offs_values(offs, a.shape[0])
         result = output(a, weights, out, out_dtype)
+        check_outputs([("out", result)], [*tensors_of("a", a), *tensors_of("b", b), ("offs", offs)])
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)
 
@@ -186,6 +194,7 @@ def _run(
     route = find_route(operation, driver.arch, format_name(a), b.format.name, config)
     result = output(a, weights, out, out_dtype, any_n=route.any_n)
     check_output_of_kernel(result)
+    check_outputs([("out", result)], [*tensors_of("a", a), *tensors_of("b", b), ("offs", offs)])
     if not missed.checked:
         missed.remember_checked(a, b, result)
     if result.numel() == 0 or weights.data.shape[0] == 0:

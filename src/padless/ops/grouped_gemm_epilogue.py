@@ -6,12 +6,13 @@ from dataclasses import fields, replace
 
 import torch
 
+from padless.arguments import check_flag, check_integer, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor
 from padless.gradients import detached, refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_offs_values, check_operands, data_of
-from padless.ops.epilogue_checks import check_tensors
+from padless.ops.epilogue_checks import check_outputs_apart, check_tensors
 from padless.ops.epilogue_run import check_columns, check_m_aligned, compute, with_outputs
 from padless.runtime.choices import BackendName
 
@@ -37,7 +38,8 @@ def grouped_gemm_epilogue(
         offs: (G,) int32 or int64 end rows, as in grouped_gemm.
         epilogue: what is done, see padless.epilogue for the arithmetic, and which operands and outputs it has.
         tensors: the operands of the epilogue (alpha, bias, prob, norm_const, global_scale) and outputs to write into;
-            outputs that are None are allocated. What an ``amax`` given holds joins in: fill it with -inf first.
+            outputs that are None are allocated; those given share no memory with what the call reads, nor with one
+            another. What an ``amax`` given holds joins in: fill it with -inf first.
         m_aligned: what every end offset is a multiple of; decides the tiles that column scales need (``column_tiles``).
         backend: as in grouped_gemm.
         config: as in grouped_gemm.
@@ -54,7 +56,14 @@ def grouped_gemm_epilogue(
             device. Nothing is done in several launches instead: for that, call
             grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    refuse_gradients(a=a, b=b)
+    refuse_gradients(a=a, b=b, offs=offs)
+    check_flag("check_offs", check_offs)
+    if not isinstance(epilogue, Epilogue):
+        raise ValueError(f"epilogue must be a padless.Epilogue, got {shown(epilogue)}")
+    if tensors is not None and not isinstance(tensors, EpilogueTensors):
+        raise ValueError(f"tensors must be a padless.EpilogueTensors or None, got {shown(tensors)}")
+    if stream is not None:
+        check_integer("stream", stream, 0, 2**64 - 1)
     given = EpilogueTensors() if tensors is None else _detached(tensors)
     a, offs = as_int32(a, offs)
     check_operands("grouped_gemm", a, b, offs)
@@ -66,8 +75,12 @@ def grouped_gemm_epilogue(
         check_offs_values(offs, m)
         check_offs_aligned(offs, m_aligned)
     complete = with_outputs(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
+    check_outputs_apart(a, b, offs, complete, _NAMES)
     compute(a, b, offs, epilogue, complete, backend, config, stream, m_aligned, check_offs)
     return complete
+
+
+_NAMES = {name: name for name in ("a", "b", "offs")} | {f.name: f"tensors.{f.name}" for f in fields(EpilogueTensors)}
 
 
 def _detached(tensors: EpilogueTensors) -> EpilogueTensors:

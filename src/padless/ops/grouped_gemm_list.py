@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import keep
@@ -13,8 +14,16 @@ from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
 from padless.ops import traced
-from padless.ops.checks import as_one_group, check_alignment, check_operands, check_operands_of_kernel, describe
+from padless.ops.checks import (
+    as_one_group,
+    check_alignment,
+    check_operands,
+    check_operands_of_kernel,
+    describe,
+    tensors_of,
+)
 from padless.ops.launch_cache import stream_of
+from padless.ops.outputs import check_outputs
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
@@ -36,7 +45,8 @@ def grouped_gemm_list(
         a: activations, (M_i, K_i); M_i may be 0, K_i is a multiple of 32 (FP8_BLOCK: 16).
         b: weights, (N_i, K_i), as many. All a have one format and all b one, a pair of docs/supported.md for Blackwell.
         out: (M_i, N_i) tensors of one dtype, all with contiguous rows that start on 16-byte boundaries (N_i a multiple
-            of 16 bytes), or all with contiguous columns; None for new row-major ones.
+            of 16 bytes), or all with contiguous columns; None for new row-major ones. They share no memory with what
+            the call reads, nor with one another.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         alpha: (len(a),) float32, or None for 1.
         backend: "cuda", "emulator:sm_100a", "reference" or None: the GPU for tensors on a GPU, else the reference.
@@ -62,6 +72,7 @@ def grouped_gemm_list(
         return outputs
     backend = chosen_backend(backend, outputs[0])
     if backend == "reference":
+        _check_memory(a, b, outputs, alpha)
         for i in kept:
             _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
         return outputs
@@ -83,6 +94,7 @@ def grouped_gemm_list(
         described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
         key = (config, a[0].scale_layout, b[0].scale_layout, *described)
     if (prepared := _PREPARED.get(key)) is None:
+        _check_memory(a, b, outputs, alpha)
         some = torch.tensor(kept, device=outputs[0].device)
         alphas = alpha if alpha is None or len(kept) == len(a) else alpha.view(-1)[some].contiguous()
         prepared = prepare_list(
@@ -116,16 +128,23 @@ def _check(
     out_dtype: torch.dtype, alpha: torch.Tensor | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The outputs, made if there are none. Raises ValueError."""
+    for name, given in (("a", a), ("b", b), ("out", out)):
+        if not isinstance(given, Sequence) and (name != "out" or given is not None):
+            raise ValueError(f"{name} must be a list with one for each problem, got {describe(given)}")
     if len(a) != len(b) or (out is not None and len(out) != len(a)):
         raise ValueError(f"a has {len(a)} problems, b {len(b)} and out {'none' if out is None else len(out)}")
-    if alpha is not None and (alpha.dtype != torch.float32 or alpha.shape != (len(a),)):
+    if alpha is not None and (
+        not isinstance(alpha, torch.Tensor) or alpha.dtype != torch.float32 or alpha.shape != (len(a),)
+    ):
         raise ValueError(f"alpha must be ({len(a)},) float32, got {describe(alpha)}")
-    if out is None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype is {out_dtype}; allowed: torch.bfloat16, torch.float16, torch.float32")
+    if out is None and not is_one_of(out_dtype, OUT_DTYPES):
+        raise ValueError(f"out_dtype is {shown(out_dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
     outputs: list[torch.Tensor] = []
     for i, (x, y) in enumerate(zip(a, b, strict=True)):
         try:
             _check_problem(x, y)
+            if alpha is not None and alpha.device != x.device:
+                raise ValueError(f"alpha is on {alpha.device} and a on {x.device}; they must be on one device")
             d = torch.empty((x.shape[0], y.shape[0]), dtype=out_dtype, device=x.device) if out is None else out[i]
             _check_output(x, y, d)
         except ValueError as error:
@@ -134,6 +153,18 @@ def _check(
             raise ValueError(f"problem {i}: all problems of a list must have the same formats and output dtype")
         outputs.append(d)
     return outputs
+
+
+def _check_memory(
+    a: Sequence[BlockScaledTensor], b: Sequence[BlockScaledTensor], out: Sequence[torch.Tensor],
+    alpha: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError for an output in the memory of an operand or of another output."""
+    inputs: list[tuple[str, torch.Tensor | None]] = [("alpha", alpha)]
+    for i, operands in enumerate(zip(a, b, strict=True)):
+        for name, t in zip("ab", operands, strict=True):
+            inputs += tensors_of(f"{name}[{i}]", t)
+    check_outputs([(f"out[{i}]", t) for i, t in enumerate(out)], inputs)
 
 
 def _check_problem(a: BlockScaledTensor, b: BlockScaledTensor) -> None:

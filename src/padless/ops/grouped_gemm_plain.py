@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_flag
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
@@ -22,6 +23,7 @@ from padless.ops.checks import (
     output,
 )
 from padless.ops.launch_cache import current_stream
+from padless.ops.outputs import check_outputs
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import is_traced
@@ -45,7 +47,8 @@ def grouped_gemm_plain(
     """out[rows of g] = a[rows of g] @ b[g].T: ``grouped_gemm`` for bfloat16 a (M, K) and b (G, N, K), K or N contiguous.
     dense: ``gemm`` for b (N, K), without offs.
     """
-    refuse_gradients(a=a, b=b, out=out)
+    refuse_gradients(a=a, b=b, offs=offs, out=out)
+    check_flag("check_offs", check_offs)
     if config is not None and config is not Bf16PlainConfig and not isinstance(config, Bf16PlainConfig):
         name = config.__name__ if isinstance(config, type) else type(config).__name__
         raise ValueError(f"config is a {name}; plain tensors take a Bf16PlainConfig")
@@ -65,6 +68,7 @@ def grouped_gemm_plain(
     result = output(a, weights, out, out_dtype)
     if is_traced(a):
         return traced.product(a, b, offs, result, backend, check_offs, config)
+    check_outputs([("out", result)], [("a", a), ("b", b), ("offs", offs)])
     backend = chosen_backend(backend, a)
     if backend == "reference":
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs

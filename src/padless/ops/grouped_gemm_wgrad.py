@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from padless.arguments import check_flag
 from padless.formats import ceil_div
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
@@ -17,6 +18,7 @@ from padless.ops import traced
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
 from padless.ops.launch_cache import current_stream
+from padless.ops.outputs import check_outputs
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
@@ -49,7 +51,7 @@ def grouped_gemm_wgrad(
         offs: (G,) int32 or int64, for rows alone: cumulative END row of each group, starting anywhere. Rows at or past
             offs[-1] belong to no group.
         out: (G, N, K) bfloat16 or float32 to write into, or None for a new tensor. The innermost dimension is
-            contiguous, the others have strides of a multiple of 16 bytes.
+            contiguous, the others have strides of a multiple of 16 bytes. It shares no memory with what the call reads.
         accumulate: adds to what ``out`` holds instead, in float32; ``out`` has to be given, as float32.
         out_dtype: torch.bfloat16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator", or None: the GPU's kernel for tensors on a GPU, else the reference.
@@ -93,6 +95,7 @@ def _of_copies(
     config: object,
 ) -> torch.Tensor:
     refuse_gradients(dy=dy, x=x, out=out)
+    check_flag("accumulate", accumulate)
     if config is not None and not isinstance(config, WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; copies of grouped columns take a WgradConfig")
     on_gpu = type(dy) is GroupedColumns and dy.data.is_cuda and backend in (None, "cuda")
@@ -104,6 +107,8 @@ def _of_copies(
     result = gradient_output(shape, dy.data.device, out, out_dtype, accumulate)
     if is_traced(result):
         return traced.wgrad_of_columns(dy, x, result, accumulate, backend, config)
+    inputs = [(f"{n}.{part}", getattr(o, part)) for n, o in (("dy", dy), ("x", x)) for part in _TENSORS]
+    check_outputs([("out", result)], inputs)
     driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
     if driver is None:
         return grouped_gemm_wgrad_reference(dy, x, out=result, accumulate=accumulate)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_flag
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.ops.checks import check_alignment, check_ends, check_rows, describe
+from padless.ops.outputs import check_outputs
 from padless.ops.remembered import launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
 from padless.runtime.devices import BackendName
 
+_PARTS = ("codes", "scale")
 Operand = tuple[torch.Tensor, torch.Tensor]
 _MULTIPLE = 16  # of features: rows of codes and of the output start at multiples of 16 bytes
 
@@ -48,6 +51,7 @@ def grouped_gemm_wgrad_mxfp8(
     The kernel is verified by emulation; its speed has never been measured. Raises ValueError.
     """
     refuse_gradients(dy=dy[0], x=x[0], out=out)
+    check_flag("accumulate", accumulate)
     check_ends(offs, None, "dy", dy[0].device)
     if offs.shape[0] > MAX_GROUPS:
         raise ValueError(f"offs has {offs.shape[0]} groups; at most {MAX_GROUPS} are supported")
@@ -55,6 +59,8 @@ def grouped_gemm_wgrad_mxfp8(
         _check_operand(name, operand, dy, offs.shape[0])
     shape = (offs.shape[0], dy[0].shape[1], x[0].shape[1])
     result = gradient_output(shape, dy[0].device, out, out_dtype, accumulate)
+    inputs = [(f"{name}'s {what}", t) for name, o in (("dy", dy), ("x", x)) for what, t in zip(_PARTS, o, strict=True)]
+    check_outputs([("out", result)], [*inputs, ("offs", offs)])
     driver = driver_of_gradient(result, backend, "sm_100a", "grouped_gemm_wgrad_mxfp8")
     if driver is None:
         return grouped_gemm_wgrad_mxfp8_reference(dy, x, offs, out=result, accumulate=accumulate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_flag
 from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_bf16_wgrad import host
@@ -11,6 +12,7 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops import traced
 from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
 from padless.ops.launch_cache import current_stream
+from padless.ops.outputs import check_outputs
 from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
@@ -32,7 +34,8 @@ def grouped_gemm_wgrad_rows(
     config: object,
 ) -> torch.Tensor:
     """out[g] (+)= dy[rows of g]^T @ x[rows of g], (G, N, K): ``grouped_gemm_wgrad`` for dy (M, N) and x (M, K)."""
-    refuse_gradients(dy=dy, x=x, out=out)
+    refuse_gradients(dy=dy, x=x, offs=offs, out=out)
+    check_flag("accumulate", accumulate)
     if config is not None and not isinstance(config, Bf16WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; rows take a Bf16WgradConfig")
     if isinstance(offs, torch.Tensor) and offs.dtype is torch.int64:
@@ -47,6 +50,7 @@ def grouped_gemm_wgrad_rows(
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
     if is_traced(result):
         return traced.wgrad_of_rows(dy, x, ends, result, accumulate, backend, config)
+    check_outputs([("out", result)], [("dy", dy), ("x", x), ("offs", ends)])
     driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
     if driver is None:
         return grouped_gemm_wgrad_rows_reference(dy, x, ends, out=result, accumulate=accumulate)

@@ -11,9 +11,14 @@ from __future__ import annotations
 import torch
 
 LIFT = 2.0**60
-LOWER = 1 / LIFT
 
 
 def lift(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient times LIFT; in float32 where it is float16."""
-    return (gradient.float() if gradient.dtype == torch.float16 else gradient) * LIFT
+    # A literal here and below: Dynamo takes a module's number for one that may change, and fails in a backward pass.
+    return (gradient.float() if gradient.dtype == torch.float16 else gradient) * 2.0**60
+
+
+def lowered_by_lift(t: torch.Tensor) -> torch.Tensor:
+    """The tensor times 1 / LIFT."""
+    return t * 2.0**-60

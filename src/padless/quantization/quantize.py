@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
+from numbers import Real
 
 import torch
 
 from padless import layouts
+from padless.arguments import check_tensor_type, is_one_of, shown
 from padless.formats import (
     FORMATS,
     FP8_BLOCK,
@@ -28,7 +30,7 @@ from padless.formats import (
 from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.quantization import traced
-from padless.row_groups import is_integers, is_traced, row_groups_of
+from padless.row_groups import is_integers, is_readable, is_traced, row_groups_of
 from padless.runtime.choices import Kind, ScaleLayout, ScaleMajor, ScaleRule
 from padless.runtime.devices import on_device_of
 
@@ -80,7 +82,7 @@ def quantize(
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
     """
-    refuse_gradients(x=x, global_scale=global_scale)
+    refuse_gradients(x=x, global_scale=global_scale, offs=offs, rows=rows)
     _check_x(x, format, kind)
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
@@ -118,7 +120,13 @@ def dequantize(
     """
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
-    refuse_gradients(t=t)
+    refuse_gradients(t=t, offs=offs)
+    if not is_one_of(dtype, (*INPUT_DTYPES, torch.float64)):
+        raise ValueError(
+            f"dtype is {shown(dtype)}; allowed: torch.float32, torch.bfloat16, torch.float16, torch.float64"
+        )
+    if offs is not None and not is_integers(offs):
+        raise ValueError(f"offs must be a 1-D int32 or int64 tensor (padless.group_offsets), got {shown(offs)}")
     if offs is not None and (groups := row_groups_of(t)) is not None:
         groups.check("t", offs, t.shape[0], len(offs), "offs")
     block_rows, block_k = t.format.block("activation" if t.is_activation else "weight")
@@ -218,16 +226,15 @@ def _per_row(values: torch.Tensor, shape: tuple[int, ...], offs: torch.Tensor | 
 
 
 def _check_x(x: torch.Tensor, format: BlockScaledFormat, kind: str) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    check_tensor_type("x", x)
     if x.dtype not in INPUT_DTYPES:
         raise ValueError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
     if not isinstance(format, BlockScaledFormat):
-        raise ValueError(f"format must be a BlockScaledFormat such as padless.FP8_BLOCK, got {format!r}")
+        raise ValueError(f"format must be a BlockScaledFormat such as padless.FP8_BLOCK, got {shown(format)}")
     if format not in SCALE_RULES:
         raise ValueError(f"format must be one of {[f.name for f in FORMATS]}, got {format}")
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+    if not is_one_of(kind, KINDS):
+        raise ValueError(f"kind must be one of {KINDS}, got {shown(kind)}")
     ranks = (2,) if kind == "activation" else (2, 3)
     if x.dim() not in ranks:
         wanted = "(M, K)" if kind == "activation" else "(N, K) or (num_groups, N, K)"
@@ -248,16 +255,18 @@ def _check_options(
     """Raise ValueError for options that do not go together; the scale_major to use."""
     if scale_major is None:
         scale_major = "mn" if format == FP8_BLOCK else "k"
-    if scale_major not in SCALE_MAJORS:
-        raise ValueError(f"scale_major must be one of {SCALE_MAJORS}, got {scale_major!r}")
+    if not is_one_of(scale_major, SCALE_MAJORS):
+        raise ValueError(f"scale_major must be one of {SCALE_MAJORS}, got {shown(scale_major)}")
     if scale_major == "mn" and format != FP8_BLOCK:
         raise ValueError(f"scale_major must be 'k' for {format.name}, got 'mn'; see scale_layout")
-    if scale_layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {scale_layout!r}")
+    if not is_one_of(scale_layout, SCALE_LAYOUTS):
+        raise ValueError(f"scale_layout must be one of {SCALE_LAYOUTS}, got {shown(scale_layout)}")
     if format == FP8_BLOCK and scale_layout != "plain":
         raise ValueError(f"scale_layout must be 'plain' for FP8_BLOCK, got {scale_layout!r}; see scale_major")
-    if global_scale is not None and not format.has_global_scale:
-        raise ValueError(f"global_scale must be None for {format.name}")
+    if global_scale is not None:
+        if not format.has_global_scale:
+            raise ValueError(f"global_scale must be None for {format.name}, got {shown(global_scale)}")
+        _check_global_scale(global_scale)
     if scale_layout == "blocked_groups" and offs is None:
         raise ValueError("offs must be given for scale_layout 'blocked_groups', got None")
     if offs is not None:
@@ -270,6 +279,18 @@ def _check_options(
                 "offs must be a 1-D int32 or int64 tensor of at least one end offset (padless.group_offsets)"
             )
     return scale_major
+
+
+def _check_global_scale(given: object) -> None:
+    """Raises ValueError unless every scale is positive, Inf or NaN; values on a GPU are not looked at."""
+    wanted = "global_scale must be a positive number, or a float32 tensor of one for each group"
+    if isinstance(given, torch.Tensor):
+        if not given.is_floating_point():
+            raise ValueError(f"{wanted}, got {shown(given)}")
+        if is_readable(given) and bool((given <= 0).any()):
+            raise ValueError(f"{wanted}, got {given.flatten().tolist()[:4]}")
+    elif isinstance(given, bool) or not isinstance(given, (Real, torch.SymFloat)) or given <= 0:
+        raise ValueError(f"{wanted}, got {shown(given)}")
 
 
 def _check_rows(
@@ -290,7 +311,7 @@ def _check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:
     allowed = SCALE_RULES[format]
     if scale_rule is None:
         return allowed[0] if allowed else ""
-    if scale_rule not in allowed:
+    if not is_one_of(scale_rule, allowed):
         wanted = f"one of {allowed}" if allowed else "None"
-        raise ValueError(f"scale_rule must be {wanted} for {format.name}, got {scale_rule!r}")
+        raise ValueError(f"scale_rule must be {wanted} for {format.name}, got {shown(scale_rule)}")
     return scale_rule

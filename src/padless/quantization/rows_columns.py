@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, refuse_kinds, shown
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.gradients import refuse_gradients
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
+from padless.row_groups import COLUMN_BLOCKS
 from padless.runtime.devices import hopper_driver, on_device_of
 from padless.runtime.operators import register_operator
-
-COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
 
 # Tokens a group, on average, from which groups are aligned to 128 tokens: the slack is then at most an eighth of the
 # codes, and a product along the tokens reads whole lines (3 to 4.5% of its time).
@@ -49,7 +49,8 @@ def quantize_rows_columns(
 
     One or two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
     """
-    refuse_gradients(x=x)
+    refuse_gradients(x=x, offs=offs, tokens=tokens)
+    check_flag("rows", rows)
     check_values("x", x, "(M, features)")
     offs = checked_offs(offs, x, "x")
     check_column_block("column_block", column_block)
@@ -81,6 +82,7 @@ def check_values(name: str, x: torch.Tensor, wanted: str) -> None:
 
 def checked_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
     """offs as int32. Raises ValueError unless it is (G,) int32 or int64 on x's device, G >= 1."""
+    refuse_kinds(offs=offs)
     wanted = " of at least one end row (padless.group_offsets)"
     if isinstance(offs, torch.Tensor) and offs.shape == (0,):
         raise ValueError(f"offs must be a 1-D int32 or int64 tensor{wanted}, got {offs.dtype} (0,)")
@@ -89,6 +91,7 @@ def checked_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor
 
 def _checked_indices(name: str, t: torch.Tensor, x: torch.Tensor, of: str, wanted: str = "") -> torch.Tensor:
     """t as int32. Raises ValueError unless it is (M,) int32 or int64 on the device of x, which is called ``of``."""
+    refuse_kinds(**{name: t})
     if not isinstance(t, torch.Tensor) or t.dtype not in (torch.int32, torch.int64) or t.dim() != 1:
         got = f"{t.dtype} {tuple(t.shape)}" if isinstance(t, torch.Tensor) else type(t).__name__
         raise ValueError(f"{name} must be a 1-D int32 or int64 tensor{wanted}, got {got}")
@@ -104,16 +107,16 @@ def num_rows(x: torch.Tensor, tokens: torch.Tensor | None) -> int:
 
 def check_column_block(name: str, block: tuple[int, int]) -> None:
     """Raise ValueError unless block is one of COLUMN_BLOCKS."""
-    if tuple(block) not in COLUMN_BLOCKS:
-        raise ValueError(f"{name} must be one of {COLUMN_BLOCKS} (features, tokens), got {block}")
+    if not isinstance(block, (tuple, list)) or not is_one_of(tuple(block), COLUMN_BLOCKS):
+        raise ValueError(f"{name} must be one of {COLUMN_BLOCKS} (features, tokens), got {shown(block)}")
 
 
 def chosen_alignment(alignment: int | None, num_rows: int, num_groups: int) -> int:
     """alignment, or for None the one for so many rows and groups. Raises ValueError for another number."""
     if alignment is None:
         return ALIGNMENTS[1] if num_rows >= ALIGN_TO_LINES_FROM * num_groups else ALIGNMENTS[0]
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment must be one of {ALIGNMENTS} tokens or None, got {alignment!r}")
+    if not is_one_of(alignment, ALIGNMENTS):
+        raise ValueError(f"alignment must be one of {ALIGNMENTS} tokens or None, got {shown(alignment)}")
     return alignment
 
 

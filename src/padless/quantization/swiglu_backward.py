@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.gradients import refuse_gradients
@@ -72,7 +73,7 @@ def swiglu_backward_quantize(
     On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and one or two small ones; no
     synchronisation; the same bits each time. Raises ValueError for what is not allowed above.
     """
-    refuse_gradients(dh=dh, z=z, prob=prob)
+    refuse_gradients(dh=dh, z=z, offs=offs, prob=prob)
     check_values("dh", dh, "(M, I)")
     check_values("z", z, "(M, 2 I)")
     num_rows, hidden = dh.shape
@@ -82,14 +83,15 @@ def swiglu_backward_quantize(
         )
     offs = checked_offs(offs, z, "z")
     if prob is not None and (
-        prob.dtype != torch.float32 or tuple(prob.shape) != (num_rows,) or prob.device != z.device
+        not isinstance(prob, torch.Tensor)
+        or prob.dtype != torch.float32
+        or tuple(prob.shape) != (num_rows,)
+        or prob.device != z.device
     ):
-        raise ValueError(
-            f"prob must be ({num_rows},) float32 on {z.device} or None, "
-            f"got {prob.dtype} {tuple(prob.shape)} on {prob.device}"
-        )
-    if gate_up not in GATE_UP:
-        raise ValueError(f"gate_up must be one of {GATE_UP}, got {gate_up!r}")
+        got = f"{shown(prob)} on {prob.device}" if isinstance(prob, torch.Tensor) else shown(prob)
+        raise ValueError(f"prob must be ({num_rows},) float32 on {z.device} or None, got {got}")
+    if not is_one_of(gate_up, GATE_UP):
+        raise ValueError(f"gate_up must be one of {GATE_UP}, got {shown(gate_up)}")
     if gate_up == "interleaved" and hidden % INTERLEAVE != 0:
         raise ValueError(f"dh must have a multiple of {INTERLEAVE} columns for gate_up 'interleaved', got {hidden}")
     check_column_block("hidden_block", hidden_block)

@@ -15,8 +15,10 @@ from padless.runtime.operators import register_operator
 def float32_scale(global_scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     """A global scale that was given, float32 on ``device``; of a number without a copy from the host."""
     if isinstance(global_scale, torch.Tensor):
+        if global_scale.is_meta and device.type != "meta":
+            raise ValueError(f"global_scale is on meta and x on {device}; they must be on one device")
         return global_scale.detach().to(dtype=torch.float32, device=device)
-    return torch.full((), global_scale, dtype=torch.float32, device=device)
+    return torch.full((), global_scale * 1.0, dtype=torch.float32, device=device)
 
 
 def quantized(

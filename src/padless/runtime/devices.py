@@ -9,6 +9,7 @@ from typing import get_args
 
 import torch
 
+from padless.arguments import shown
 from padless.runtime import driver, jit
 from padless.runtime.choices import BackendName as BackendName
 
@@ -53,7 +54,7 @@ def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
             return driver.cuda_driver(tensor.device.index)
         raise ValueError(_not_available(found))
     if backend not in NAMES:
-        raise ValueError(f"backend is {backend!r}; allowed: None, {', '.join(map(repr, NAMES))}")
+        raise ValueError(f"backend is {shown(backend)}; allowed: None, {', '.join(map(repr, NAMES))}")
     found = backends()[backend]
     if not found.available:
         raise ValueError(_not_available(found))

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, shown
 from padless.compat.cudnn.given import format_from, into, without_locals
 from padless.compat.cudnn.keywords import check_others
-from padless.compat.cudnn.operands import GATE_UP
+from padless.compat.cudnn.operands import GATE_UP, NAMES
 from padless.compat.cudnn.outputs import QuantOutputs, pack
 from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
+from padless.ops.epilogue_checks import check_outputs_apart
 from padless.ops.epilogue_run import compute, with_outputs
 from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
 
@@ -24,17 +26,21 @@ from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, Scal
 def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
     """The result of a call; given: its arguments, by name."""
     check_others(call, given.pop("others"))
-    if (gate_up := given.get("gate_up", "concatenated")) not in GATE_UP:
-        raise ValueError(f"gate_up is {gate_up!r}; allowed: {', '.join(map(repr, GATE_UP))}")
-    if not given.pop("generate_amax"):
+    if not is_one_of(gate_up := given.get("gate_up", "concatenated"), GATE_UP):
+        raise ValueError(f"gate_up is {shown(gate_up)}; allowed: {', '.join(map(repr, GATE_UP))}")
+    check_flag("generate_amax", generate := given.pop("generate_amax"))
+    if not generate:
         given["return_amax"] = False
-    given["d_dtype"] = given["d_dtype"] or torch.bfloat16
+    if given["d_dtype"] is None:
+        given["d_dtype"] = torch.bfloat16
     out = format_from(given.pop("out"), given)
     request = CudnnRequest(**given)
     resolved = request.resolve()
     o, epilogue = resolved.operands, resolved.epilogue
     tensors = into(out, epilogue, resolved.tensors, o)
     tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
+    if out is not None:
+        check_outputs_apart(o.a, o.b, o.offs, tensors, NAMES | {"row_codes": "out.data", "row_scale": "out.scale"})
     stream = stream_handle(request.current_stream)
     how = (request.backend, request.config, stream, request.m_aligned, request.check_offs)
     compute(o.a, o.b, o.offs, epilogue, tensors, *how)

@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+from padless.arguments import is_one_of, shown
 from padless.compat.cudnn.keywords import check_others
-from padless.compat.cudnn.operands import GATE_UP, SEMANTICS, Bound, Inputs, Kind, Operands
+from padless.compat.cudnn.operands import GATE_UP, NAMES, SEMANTICS, Bound, Inputs, Kind, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
 from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
+from padless.ops.epilogue_checks import check_outputs_apart
 from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
 from padless.runtime.choices import BackendName, Semantics, SwigluGateUp
 
@@ -54,8 +56,8 @@ class Buffers(Inputs):
         if not isinstance(d, torch.Tensor) or d.dtype not in (*D_DTYPES, *FORMAT_OF_DTYPE):
             allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
             raise ValueError(f"d_tensor must be a (M, N, 1) tensor, {allowed}, got {describe(d)}")
-        if gate_up is not None and gate_up not in GATE_UP:
-            raise ValueError(f"gate_up is {gate_up!r}; allowed: None, {', '.join(map(repr, GATE_UP))}")
+        if not is_one_of(gate_up, (None, *GATE_UP)):
+            raise ValueError(f"gate_up is {shown(gate_up)}; allowed: None, {', '.join(map(repr, GATE_UP))}")
         format = FORMAT_OF_DTYPE.get(d.dtype)
         has_column = self.d_col_tensor is not None
         if has_column != (self.sfd_col_tensor is not None):
@@ -87,6 +89,8 @@ class Buffers(Inputs):
         t = numbers
         if epilogue.amax:
             amax = check_tensor("amax_tensor", self.amax_tensor, (groups, 1), (torch.float32,), device)
+            if not amax.is_contiguous():
+                raise ValueError(f"amax_tensor has strides {amax.stride()}; it must be contiguous; call .contiguous()")
             t = replace(t, amax=amax[:, 0])
         shape = (m, n_out // (1 if format is None else format.codes_per_byte), 1)
         rows = _rows("d_tensor", check_tensor("d_tensor", d, shape, (d.dtype,), device))
@@ -230,6 +234,7 @@ class GroupedGemmQuant:
                 f"{[f.name for f in formats]} and were {[f.name for f in their_formats]}, {epilogue} and was {was}"
             )
         o, stream = bound.operands, stream_handle(current_stream)
+        check_outputs_apart(o.a, o.b, o.offs, bound.tensors, NAMES)
         how = (self._backend, self._config, stream, given.m_aligned)
         compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, *how)
 

@@ -9,14 +9,27 @@ from typing import Any
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import from_cudnn_view
-from padless.ops.checks import Activation, as_int32, check_operands, describe
+from padless.ops.checks import Activation, as_int32, check_operands, data_of, describe
+from padless.row_groups import is_integers
 
 GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 SEMANTICS = ("implementation", "documented")
 NUMBER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What callers call the tensors of a call, by their names in `padless.ops`.
+NAMES = {
+    **{name: f"{name}_tensor" for name in ("a", "b", "alpha", "bias", "prob", "norm_const", "global_scale")},
+    "offs": "padded_offsets",
+    "d": "d_tensor",
+    "amax": "amax_tensor",
+    "row_codes": "d_tensor",
+    "row_scale": "sfd_row_tensor",
+    "column_codes": "d_col_tensor",
+    "column_scale": "sfd_col_tensor",
+}
 _FP4_DTYPES = (torch.float4_e2m1fn_x2, torch.uint8)
 # (codes, scales) -> format; uint8 is two FP4 codes.
 _FORMATS = {
@@ -106,12 +119,13 @@ class Inputs:
 
     def check_fixed(self) -> None:
         """Raises ValueError for cuDNN's arguments that have one value, and for unknown semantics."""
-        if self.acc_dtype not in (None, torch.float32):
-            raise ValueError(f"acc_dtype is {self.acc_dtype}; it must be torch.float32 or None")
-        if self.cd_major != "n":
-            raise ValueError(f"cd_major is {self.cd_major!r}; only 'n' is supported")
-        if self.semantics not in SEMANTICS:
-            raise ValueError(f"semantics is {self.semantics!r}; allowed: {', '.join(map(repr, SEMANTICS))}")
+        if not is_one_of(self.acc_dtype, (None, torch.float32)):
+            raise ValueError(f"acc_dtype is {shown(self.acc_dtype)}; it must be torch.float32 or None")
+        check_flag("discrete_col_sfd", self.discrete_col_sfd)
+        if not is_one_of(self.cd_major, ("n",)):
+            raise ValueError(f"cd_major is {shown(self.cd_major)}; only 'n' is supported")
+        if not is_one_of(self.semantics, SEMANTICS):
+            raise ValueError(f"semantics is {shown(self.semantics)}; allowed: {', '.join(map(repr, SEMANTICS))}")
 
     def epilogue_of(self, gate_up: str | None, **others: Any) -> Epilogue:
         """The epilogue with these operands and outputs; cuDNN's kernel has prob multiply the bias alone, its
@@ -130,12 +144,20 @@ class Inputs:
     def operands(self) -> Operands:
         """a, b and offs. Raises ValueError in the words of the arguments."""
         a, b = self.a_tensor, self.b_tensor
+        if self.padded_offsets is not None and not is_integers(self.padded_offsets):
+            raise ValueError(
+                "padded_offsets must be a 1-D int32 or int64 tensor (see padless.group_offsets), got "
+                f"{describe(self.padded_offsets)}"
+            )
         if isinstance(b, BlockScaledTensor):
             for name, t in (("sfa_tensor", self.sfa_tensor), ("sfb_tensor", self.sfb_tensor)):
                 if t is not None:
                     raise ValueError(f"{name} must be None with a BlockScaledTensor, which has its scales")
             if b.data.dim() != 3:
                 raise ValueError(f"b_tensor must be (G, N, K), got {describe(b)}")
+            is_plain = isinstance(a, torch.Tensor) and a.dtype == torch.bfloat16
+            if not (is_plain or isinstance(a, BlockScaledTensor)) or data_of(a).dim() != 2:
+                raise ValueError(f"a_tensor must be a BlockScaledTensor or a bfloat16 tensor (M, K), got {describe(a)}")
             _check_vec_size(self.sf_vec_size, b.format)
             a, offs = as_int32(a, self.padded_offsets)
             return Operands(a, b, offs, False)
@@ -218,5 +240,5 @@ def _operand(name: str, codes: torch.Tensor, scale: object, matrices: int, vec_s
 
 
 def _check_vec_size(vec_size: int | None, format: BlockScaledFormat) -> None:
-    if vec_size is not None and vec_size != format.block_k:
-        raise ValueError(f"sf_vec_size is {vec_size}; {format.name} has a scale for {format.block_k} values")
+    if not is_one_of(vec_size, (None, format.block_k)):
+        raise ValueError(f"sf_vec_size is {shown(vec_size)}; {format.name} has a scale for {format.block_k} values")

@@ -7,6 +7,7 @@ from typing import SupportsInt, cast
 
 import torch
 
+from padless.arguments import check_flag, is_one_of, shown
 from padless.compat.cudnn.operands import SEMANTICS, Bound, Inputs
 from padless.epilogue import COLUMN_FORMATS, MX_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
@@ -44,6 +45,9 @@ class CudnnRequest(Inputs):
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
         refuse_gradients(**{field.name: getattr(self, field.name) for field in fields(self)})
         self.check_fixed()
+        for name in ("row_output", "column_output", "return_amax", "check_offs"):
+            if (flag := getattr(self, name)) is not None or name in ("row_output", "check_offs"):
+                check_flag(name, flag)
         operands = self.operands()
         epilogue = self.epilogue()
         operands.check()
@@ -58,19 +62,17 @@ class CudnnRequest(Inputs):
     @property
     def format(self) -> BlockScaledFormat | None:
         """The format of codes, None where the output is values. Raises ValueError."""
+        if not is_one_of(self.d_dtype, (*D_DTYPES, *FORMAT_OF_DTYPE)):
+            allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
+            raise ValueError(f"d_dtype is {shown(self.d_dtype)}; allowed: {allowed}")
         if self.d_format is not None:
-            if self.d_format not in ROW_FORMATS:
+            if not is_one_of(self.d_format, ROW_FORMATS):
                 names = ", ".join(format.name for format in ROW_FORMATS)
                 raise ValueError(
-                    f"d_format is {getattr(self.d_format, 'name', self.d_format)!r}; allowed: {names}, None"
+                    f"d_format is {getattr(self.d_format, 'name', None) or shown(self.d_format)}; allowed: {names}, None"
                 )
             return self.d_format
-        if self.d_dtype in FORMAT_OF_DTYPE:
-            return FORMAT_OF_DTYPE[self.d_dtype]
-        if self.d_dtype not in D_DTYPES:
-            allowed = ", ".join(map(str, (*D_DTYPES, *FORMAT_OF_DTYPE)))
-            raise ValueError(f"d_dtype is {self.d_dtype}; allowed: {allowed}")
-        return None
+        return FORMAT_OF_DTYPE.get(self.d_dtype)
 
     def epilogue(self) -> Epilogue:
         """The epilogue that the arguments ask for. Raises ValueError in their words."""
@@ -87,7 +89,7 @@ class CudnnRequest(Inputs):
             amax=bool(amax),
             d_dtype=d_dtype,
             row_format=rows,
-            row_layout=self.row_layout or ("plain" if rows is None else default_row_layout(rows)),
+            row_layout=self.epilogue_row_layout(rows),
             column_format=columns,
             column_layout=self.epilogue_column_layout(columns),
             scale_rule=rule,
@@ -101,7 +103,7 @@ class CudnnRequest(Inputs):
         if self.norm_const_tensor is not None and format is not None and not has_rules:
             raise ValueError(f"norm_const_tensor must be None for {name} output; the MX formats have one")
         if rule is not None and not has_rules:
-            raise ValueError(f"scale_rule is {rule!r}; it must be None for {name} output")
+            raise ValueError(f"scale_rule is {shown(rule)}; it must be None for {name} output")
         if format == NVFP4:
             if self.global_scale_tensor is None:
                 raise ValueError("global_scale_tensor is None; NVFP4 output needs its decode scale, amax / 2688 of D")
@@ -111,11 +113,11 @@ class CudnnRequest(Inputs):
         if not has_rules:
             return ""
         if self.norm_const_tensor is None:
-            if rule not in (None, "rceil", "floor"):
-                raise ValueError(f"scale_rule is {rule!r}; allowed: None, 'rceil', 'floor'")
+            if not is_one_of(rule, (None, "rceil", "floor")):
+                raise ValueError(f"scale_rule is {shown(rule)}; allowed: None, 'rceil', 'floor'")
             return rule or "rceil"
         if rule is not None:
-            raise ValueError(f"scale_rule is {rule!r}; with norm_const_tensor it must be None (see semantics)")
+            raise ValueError(f"scale_rule is {shown(rule)}; with norm_const_tensor it must be None (see semantics)")
         return NORM_CONST_RULES[SEMANTICS.index(self.semantics)]
 
     def column_format(self, format: BlockScaledFormat | None) -> BlockScaledFormat | None:
@@ -129,6 +131,12 @@ class CudnnRequest(Inputs):
             raise ValueError(f"column_output is True for {format.name}; only {names} are quantised along columns")
         return format
 
+    def epilogue_row_layout(self, rows: BlockScaledFormat | None) -> str:
+        """Epilogue.row_layout."""
+        if self.row_layout is not None:
+            return self.row_layout
+        return "plain" if rows is None else default_row_layout(rows)
+
     def epilogue_column_layout(self, columns: BlockScaledFormat | None) -> str:
         """Epilogue.column_layout. Raises ValueError for a layout of columns that are not there."""
         if self.column_layout is None:
@@ -136,7 +144,9 @@ class CudnnRequest(Inputs):
                 return "plain"
             return "blocked_groups" if self.discrete_col_sfd else "blocked"
         if columns is None:
-            raise ValueError(f"column_layout is {self.column_layout!r} and there is no column output; leave it None")
+            raise ValueError(
+                f"column_layout is {shown(self.column_layout)} and there is no column output; leave it None"
+            )
         return self.column_layout
 
 
@@ -146,6 +156,9 @@ def stream_handle(stream: Stream) -> int | None:
         return None
     handle = cast("SupportsInt", getattr(stream, "cuda_stream", stream))
     try:
-        return int(handle)
+        number = -1 if isinstance(handle, (str, float, torch.Tensor)) else int(handle)
     except (TypeError, ValueError):
-        raise ValueError(f"current_stream must be a stream or its number, got {type(stream).__name__}") from None
+        number = -1
+    if not 0 <= number < 2**64:
+        raise ValueError(f"current_stream must be a stream or its number, got {shown(stream)}")
+    return number

@@ -1,0 +1,111 @@
+"""What an argument must be before its shape is looked at: a plain tensor, a number, True or False, one of some names.
+
+All raise ValueError of one sentence: the argument, what it was, what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+
+def shown(value: object) -> str:
+    """A value in a message: itself where it is short, shape and dtype of a tensor, else its type."""
+    if isinstance(value, torch.Tensor):
+        return "a nested tensor" if value.is_nested else f"a tensor {tuple(value.shape)} {value.dtype}"
+    if value is None or isinstance(value, (str, Real, torch.dtype, tuple, list)):
+        return f"{value!r:.80}"
+    return f"of type {type(value).__name__}"
+
+
+def check_tensor_type(name: str, value: object) -> None:
+    """Raises ValueError unless the value is a tensor that calls can read."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    refuse_kinds(**{name: value})
+
+
+def check_type(name: str, value: object, wanted: type) -> None:
+    """Raises ValueError unless the value is None or of the class."""
+    if value is not None and not isinstance(value, wanted):
+        raise ValueError(f"{name} must be a {wanted.__name__} or None, got {shown(value)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}; it must be True or False")
+
+
+def check_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
+    """Raises ValueError unless the value is an integer from ``least`` to ``most``; sizes that are traced pass."""
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymInt):
+        return  # it would become a guard
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:
+        allowed = f"of {least} or more" if most == 2**31 - 1 else f"from {least} to {most}"
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer {allowed}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises ValueError unless the value is a finite number; traced ones pass."""
+    if torch.compiler.is_compiling() or isinstance(value, torch.SymFloat):
+        return
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if (
+        not is_number
+        or not abs(value) <= torch.finfo(torch.float32).max
+        or (isinstance(value, int) and abs(value) >= 2**63)
+    ):
+        raise ValueError(f"{name} is {shown(value)}; it must be a finite number")
+
+
+def check_device(device: object) -> None:
+    """Raises ValueError for what torch knows no device by; None is the current one."""
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)  # type: ignore[call-overload]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"device is {shown(device)}; it must be one of torch's, such as 'cuda:0', or None") from None
+
+
+def is_one_of(value: object, allowed: Iterable[object]) -> bool:
+    """Whether the value is one of these names, types or formats; a tensor and what has no hash are none."""
+    return not isinstance(value, torch.Tensor) and any(value is one or value == one for one in allowed)
+
+
+def refuse_kinds(**arguments: object) -> None:
+    """Raises ValueError for a sparse, quantized or nested tensor, and for any call inside of torch.func or torch.jit.
+
+    arguments: tensors and sequences of them, by the names that the caller knows them by. Others are passed over.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if is_transforming():
+        raise ValueError(
+            f"{next(iter(arguments))} is inside of a transform of torch.func or of torch.jit.trace, which padless does "
+            "not support; use torch.autograd with padless.nn or padless.autograd, torch.compile or torch.export"
+        )
+    for name, value in arguments.items():
+        _refuse_kind(name, value)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap, ..) or torch.jit.trace is under way."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+
+
+def _refuse_kind(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+            raise ValueError(
+                f"{name} is a {kind} tensor; it must be a plain one: .to_dense(), .dequantize() and .unbind() make some"
+            )
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for i, one in enumerate(value):
+            _refuse_kind(f"{name}[{i}]", one)
