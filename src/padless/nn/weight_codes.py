@@ -18,6 +18,7 @@ from padless.nn.calls import call, is_traced
 from padless.nn.quantizers import mx_weight, quantized, weight_and_transpose
 from padless.nn.recipe import Format, Recipe, is_block_scaled
 from padless.quantization.quantize import quantize
+from padless.runtime.devices import on_device_of
 
 # Steps of optimizers so far.
 _steps = [0]
@@ -85,7 +86,7 @@ class WeightCodes:
         parameter: the layer's attribute; weight: this rank's part of it, or the same tensor. While torch.compile traces,
         and while a CUDA graph is captured, operands are made every time: the graph is to quantize when it runs.
         """
-        if is_traced(weight) or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if is_traced(weight) or is_capturing(weight):
             return weight_operands(weight, recipe)
         facts = facts_of(weight, recipe)
         same = self._parameter is not None and self._parameter() is parameter
@@ -106,6 +107,12 @@ class WeightCodes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightCodes, ()
+
+
+def is_capturing(weight: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of the weight's GPU."""
+    with on_device_of(weight):
+        return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def writes_of(weight: torch.Tensor) -> tuple[int, int] | None:

@@ -56,7 +56,7 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
     None too for what a memory of launches cannot speak for, since it changes without the addresses: what requires grad
     while grad mode is on, and scales that were made for other groups than those of offs.
 
-    The GPU of a and of offs is among the facts: an address that one GPU gave back may be another one's next.
+    The GPU of each is among the facts: an address that one GPU gave back may be another one's next.
     """
     if type(b) is not BlockScaledTensor or not b.data.is_cuda or is_traced(b.data):
         return None
@@ -85,7 +85,7 @@ def _facts_of(operation: str, a: Any, b: Any, offs: Any) -> tuple[_Facts, _Facts
     if is_grad_enabled() and (x.requires_grad or x_scale.requires_grad or w.requires_grad or w_scale.requires_grad):
         return None
     shape = x.shape
-    w_facts = (id(b.format), b.scale_layout, w.shape, w.stride())
+    w_facts = (id(b.format), b.scale_layout, w.shape, w.stride(), w.get_device())
     scale_facts: _Facts = (w_scale.data_ptr(), w_scale.shape, w_scale.stride())
     if b.global_scale is not None:
         if b.global_scale.requires_grad and is_grad_enabled():
