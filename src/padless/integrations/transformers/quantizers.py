@@ -16,6 +16,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from padless.integrations.transformers.experts import NAME, experts_forward
+from padless.integrations.transformers.weights import keep_codes, label
 
 
 def register_quantizers() -> None:
@@ -50,6 +51,12 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
             super().validate_environment(*self._put_off[0], **self._put_off[1])
         return super()._process_model_before_weight_loading(model, **kwargs)
 
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        if asks_for_padless(model):
+            keep_codes(model)
+        return model
+
 
 class Mxfp4Quantizer(Mxfp4HfQuantizer):
     """transformers' MXFP4 quantizer, which keeps gpt-oss' blocks for experts_implementation="padless"."""
@@ -73,6 +80,12 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
                 model.set_submodule(name, GptOssMxfp4Experts(config))
         return model
 
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        if not self._keeps_blocks:
+            return super()._process_model_after_weight_loading(model, **kwargs)
+        keep_codes(model)
+        return model
+
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self._keeps_blocks and super().param_needs_quantization(model, param_name, **kwargs)
 
@@ -90,8 +103,7 @@ class GptOssMxfp4Experts(nn.Module):
     """gpt-oss' experts with the checkpoint's parameters: 4.25 bits a weight.
 
     gate_up_proj_blocks (E, 2 I, H / 32, 16) and gate_up_proj_scales (E, 2 I, H / 32) uint8, gate_up_proj_bias (E, 2 I);
-    down_proj likewise, (E, H, I). Rows of gate and up alternate. The name of the experts implementation is not looked
-    at: nothing else computes with these.
+    down_proj likewise, (E, H, I). Rows of gate and up alternate.
     """
 
     has_gate = True
@@ -139,4 +151,11 @@ class GptOssMxfp4Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
+        """`experts_forward`. Raises ValueError for another experts_implementation: nothing else reads the blocks."""
+        asked = getattr(self.config, "_experts_implementation", None)
+        if asked != NAME:
+            raise ValueError(
+                f"experts_implementation is {asked!r} and {label(self, 'gate_up_proj')} was loaded for {NAME!r} as MXFP4 "
+                f"blocks, which nothing else reads: set {NAME!r}, or load the model again with {asked!r}"
+            )
         return experts_forward(self, hidden_states, router_indices, routing_weights)
