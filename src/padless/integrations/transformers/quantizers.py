@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
@@ -57,6 +60,22 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
             keep_codes(model)
         return model
 
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """As transformers'; scales go into the file by the names of their weights, whatever was loaded."""
+        if hasattr(HfQuantizer, "serialized_names"):  # transformers 5.17 matches scales by the names of weights itself
+            conversions = getattr(model, "_weight_conversions", None)
+            if conversions is None:
+                found = get_model_conversion_mapping(model, add_legacy=False)
+                conversions = [each for each in found if not isinstance(each, PrefixChange)]
+            known = [each._original_target_patterns for each in conversions if isinstance(each, WeightConverter)]
+            more = HfQuantizer.update_weight_conversions(self, list(conversions), model)
+            model._weight_conversions = conversions + [
+                each
+                for each in more
+                if isinstance(each, WeightConverter) and each._original_target_patterns not in known
+            ]
+        return super().get_state_dict_and_metadata(model)
+
 
 class Mxfp4Quantizer(Mxfp4HfQuantizer):
     """transformers' MXFP4 quantizer, which keeps gpt-oss' blocks for experts_implementation="padless"."""
@@ -69,7 +88,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         asked = self.pre_quantized and not self.quantization_config.dequantize and asks_for_padless(model)
-        found = [name for name, m in model.named_modules() if type(m).__name__ == "GptOssExperts"]
+        found = [name for name, m in model.named_modules() if is_gpt_oss(m)]
         self._keeps_blocks = asked and bool(found)
         if not self._keeps_blocks:
             super().validate_environment(*self._put_off[0], **self._put_off[1])
@@ -99,6 +118,21 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         return (None, {}) if self._keeps_blocks else super().get_state_dict_and_metadata(model)
 
 
+def is_gpt_oss(module: nn.Module) -> bool:
+    """Whether it is gpt-oss' own experts module."""
+    return type(module).__name__ == "GptOssExperts"
+
+
+def gpt_oss_activation(config: Any) -> dict[str, Any]:
+    """Arguments of `padless.moe` for gpt-oss' activation."""
+    return {
+        "gate_up": "alternating",
+        "alpha": float(getattr(config, "swiglu_alpha", 1.702)),
+        "limit": float(getattr(config, "swiglu_limit", 7.0)),
+        "up_offset": 1.0,
+    }
+
+
 class GptOssMxfp4Experts(nn.Module):
     """gpt-oss' experts with the checkpoint's parameters: 4.25 bits a weight.
 
@@ -113,12 +147,7 @@ class GptOssMxfp4Experts(nn.Module):
         super().__init__()
         self.config = config
         self.num_experts = config.num_local_experts
-        self.padless_activation = {
-            "gate_up": "alternating",
-            "alpha": float(getattr(config, "swiglu_alpha", 1.702)),
-            "limit": float(getattr(config, "swiglu_limit", 7.0)),
-            "up_offset": 1.0,
-        }
+        self.padless_activation = gpt_oss_activation(config)
         self.gate_up_proj_blocks: torch.Tensor
         self.gate_up_proj_scales: torch.Tensor
         self.down_proj_blocks: torch.Tensor
@@ -155,7 +184,7 @@ class GptOssMxfp4Experts(nn.Module):
         asked = getattr(self.config, "_experts_implementation", None)
         if asked != NAME:
             raise ValueError(
-                f"experts_implementation is {asked!r} and {label(self, 'gate_up_proj')} was loaded for {NAME!r} as MXFP4 "
-                f"blocks, which nothing else reads: set {NAME!r}, or load the model again with {asked!r}"
+                f"experts_implementation is {asked!r} and {label(self, 'gate_up_proj')} was loaded for {NAME!r} as "
+                f"MXFP4 blocks, which nothing else reads: set {NAME!r}, or load the model again with {asked!r}"
             )
         return experts_forward(self, hidden_states, router_indices, routing_weights)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat
+from padless.integrations.transformers.quantizers import gpt_oss_activation, is_gpt_oss
+from padless.integrations.transformers.saving import give_quantizer
 from padless.integrations.transformers.weights import check_width, first_projection, keep_codes, refuse_parametrized
 from padless.quantization.quantize import quantize
 
@@ -18,11 +20,12 @@ def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) ->
     """Quantizes the experts of a bfloat16, float16 or float32 model in place, module by module; returns the model.
 
     format: FP8_BLOCK, MXFP8, MXFP4 (4.25 bits a weight) or NVFP4 (4.5). Weights become (E, N, K) codes with scales
-    beside them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Save the
-    model before: transformers does not know what to do with these parameters in a file. Other experts implementations
-    cannot compute with them.
+    beside them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Other
+    experts implementations cannot compute with them. save_pretrained of the model writes them in the hub's FP8 form, or
+    gpt-oss' MXFP4 one; NVFP4 and what else transformers could not load is refused there.
 
-    Raises ValueError for another format and where no experts are found.
+    Raises ValueError for another format, where no experts are found, for weights of a width that no product takes, and
+    for parametrized or adapted ones.
     """
     if format not in FORMATS:
         allowed = ", ".join(each.name for each in FORMATS)
@@ -43,7 +46,10 @@ def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) ->
             for name in (first_projection(module), "down_proj"):
                 _quantize_parameter(module, name, format)
             module.is_transposed = False
+            if is_gpt_oss(module):  # as of an MXFP4 file, in the first product's epilogue
+                module.padless_activation = gpt_oss_activation(module.config)
     keep_codes(model)
+    give_quantizer(model)
     return model
 
 
@@ -63,8 +69,8 @@ def _refuse_adapters(model: nn.Module) -> None:
             base, path = base.base_layer, f"{path}.base_layer"
         if isinstance(name, str) and base is not wrapper and _is_unquantized(base):
             raise ValueError(
-                f"{path}.{name} has an adapter ({type(wrapper).__name__}), which quantized experts would ignore, with no "
-                "gradient: merge and unload it before quantize_experts, or adapt other modules"
+                f"{path}.{name} has an adapter ({type(wrapper).__name__}), which quantized experts would ignore, with "
+                "no gradient: merge and unload it before quantize_experts, or adapt other modules"
             )
 
 

@@ -33,10 +33,15 @@ class Codes(nn.Parameter):
         return False
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is experts with codes and scales."""
+    return hasattr(module, f"{first_projection(module)}_scale_inv")
+
+
 def keep_codes(model: nn.Module) -> None:
     """Makes codes and scales of a model's quantized experts `Codes`, and notes where in the model the experts are."""
     for path, module in model.named_modules():
-        if not hasattr(module, f"{first_projection(module)}_scale_inv"):
+        if not is_quantized(module):
             continue
         setattr(module, _PATH, path)
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -55,9 +60,9 @@ def refuse_parametrized(module: Any, path: str | None = None) -> None:
     for name, chain in getattr(module, "parametrizations", {}).items():
         by = ", ".join(type(each).__name__ for each in chain)
         raise ValueError(
-            f"{label(module, name) if path is None else f'{path}.{name}'} is parametrized ({by}), which quantized experts "
-            "would ignore, with no gradient: adapt other modules, or merge it into bfloat16 weights before they are "
-            "quantized"
+            f"{label(module, name) if path is None else f'{path}.{name}'} is parametrized ({by}), which quantized "
+            "experts would ignore, with no gradient: adapt other modules, or merge it into bfloat16 weights before "
+            "they are quantized"
         )
 
 
