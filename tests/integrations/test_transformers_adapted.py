@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4
 from padless.integrations.transformers import quantize_experts
@@ -174,3 +175,25 @@ def test_gpt_oss_blocks_are_read_by_padless_alone(folder_of: Callable[..., Path]
             logits(model)
     model.set_experts_implementation("padless")
     assert torch.equal(logits(model), want)
+
+
+def test_values_of_another_checkpoint(folder_of: Callable[..., Path]) -> None:
+    """Whose quantizer gives transformers values in bfloat16: neither the file nor the user is at fault."""
+    model = load(folder_of("qwen3_moe", "bf16"), experts_implementation="padless")
+    model.config.quantization_config = SimpleNamespace(quant_method="compressed-tensors")
+    said = r"gate_up_proj .* torch\.bfloat16, the values of a compressed-tensors checkpoint.*quantize_exp.*load_experts"
+    with pytest.raises(ValueError, match=said):
+        logits(model)
+    assert logits(quantize_experts(model)).isfinite().all()
+
+
+def test_experts_that_transformers_does_not_dispatch(tmp_path: Path) -> None:
+    """llama4's take all rows and no routing; transformers' FP8 experts in their place cannot be called so."""
+    sizes = COMMON | {"intermediate_size": 128, "intermediate_size_mlp": 256, "num_local_experts": 4, "head_dim": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **sizes), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    said = r"feed_forward\.experts is Llama4TextExperts, which transformers does not dispatch.*modules_to_not_convert"
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path, quantization_config=FineGrainedFP8Config(), experts_implementation="padless")
+    kept = FineGrainedFP8Config(modules_to_not_convert=["lm_head", "model.layers.*.feed_forward.experts"])
+    assert logits(load(tmp_path, quantization_config=kept, experts_implementation="padless")).isfinite().all()

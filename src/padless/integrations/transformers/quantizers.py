@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from padless.integrations.transformers.experts import NAME, experts_forward
-from padless.integrations.transformers.weights import keep_codes, label
+from padless.integrations.transformers.weights import is_dispatched, keep_codes, label
 
 
 def register_quantizers() -> None:
@@ -52,7 +53,16 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         if self._put_off is not None and not asks_for_padless(model):
             super().validate_environment(*self._put_off[0], **self._put_off[1])
-        return super()._process_model_before_weight_loading(model, **kwargs)
+        own = {path: m for path, m in model.named_modules() if path.endswith(".experts") and not is_dispatched(m)}
+        result = super()._process_model_before_weight_loading(model, **kwargs)
+        for path, module in own.items() if asks_for_padless(model) else ():
+            if isinstance(model.get_submodule(path), FP8Experts):
+                raise ValueError(
+                    f"{path} is {type(module).__name__}, which transformers does not dispatch by experts_implementation "
+                    "and whose FP8 form it cannot call: load the model with another quantization_config, or with the "
+                    "module's name in modules_to_not_convert"
+                )
+        return result
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         model = super()._process_model_after_weight_loading(model, **kwargs)

@@ -10,7 +10,13 @@ from torch import nn
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat
 from padless.integrations.transformers.quantizers import gpt_oss_activation, is_gpt_oss
 from padless.integrations.transformers.saving import give_quantizer
-from padless.integrations.transformers.weights import check_width, first_projection, keep_codes, refuse_parametrized
+from padless.integrations.transformers.weights import (
+    check_width,
+    first_projection,
+    is_dispatched,
+    keep_codes,
+    refuse_parametrized,
+)
 from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
@@ -55,7 +61,7 @@ def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) ->
 
 def _is_unquantized(module: Any) -> bool:
     """Whether it is experts that transformers dispatches, with weights of more than a byte."""
-    if not (hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")):
+    if not is_dispatched(module):
         return False
     weights = [getattr(module, name, None) for name in (first_projection(module), "down_proj")]
     return all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.element_size() > 1 for t in weights)

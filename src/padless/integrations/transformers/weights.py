@@ -33,6 +33,11 @@ class Codes(nn.Parameter):
         return False
 
 
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether a module is experts that transformers dispatches by experts_implementation."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
 def is_quantized(module: nn.Module) -> bool:
     """Whether a module is experts with codes and scales."""
     return hasattr(module, f"{first_projection(module)}_scale_inv")
@@ -133,7 +138,7 @@ def _weight(module: Any, name: str) -> BlockScaledTensor:
     """Codes `name` with scales `name`_scale_inv, detached."""
     codes, scale = getattr(module, name), getattr(module, f"{name}_scale_inv", None)
     if scale is None or codes.dtype not in (torch.float8_e4m3fn, torch.int8):
-        raise ValueError(f"{label(module, name)} is {codes.dtype}{_why_not(codes, scale)}")
+        raise ValueError(f"{label(module, name)} is {codes.dtype}{_why_not(module, codes, scale)}")
     if getattr(module, "is_transposed", False):
         raise ValueError(
             f"{label(module, name)} is (E, K, N) and quantized; padless takes (E, N, K): {_HOW_TO_QUANTIZE}"
@@ -159,7 +164,7 @@ def check_width(name: str, width: int, format: BlockScaledFormat) -> None:
         )
 
 
-def _why_not(codes: torch.Tensor, scale: torch.Tensor | None) -> str:
+def _why_not(module: Any, codes: torch.Tensor, scale: torch.Tensor | None) -> str:
     """The end of the sentence about weights that are not codes with scales."""
     if scale is not None:
         return (
@@ -170,6 +175,14 @@ def _why_not(codes: torch.Tensor, scale: torch.Tensor | None) -> str:
         return (
             " without scales: codes were loaded as values; give experts_implementation='padless' to from_pretrained, "
             "which keeps codes and scales"
+        )
+    settings = getattr(getattr(module, "config", None), "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    if method is not None and getattr(method, "value", method) not in ("fp8", "mxfp4"):
+        return (
+            f", the values of a {getattr(method, 'value', method)} checkpoint, whose codes transformers does not keep "
+            "for experts: padless.integrations.transformers.quantize_experts(model) quantizes the values again, and "
+            "padless.integrations.checkpoints.load_experts reads the file's codes"
         )
     return f", and experts_implementation='padless' needs quantized experts: {_HOW_TO_QUANTIZE}"
 
