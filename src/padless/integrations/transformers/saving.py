@@ -7,12 +7,14 @@ quantize_experts gives it one. Whether there is a form is decided when a file is
 from __future__ import annotations
 
 import inspect
+from copy import copy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -79,17 +81,23 @@ def _weights(module: Any) -> tuple[Any, Any]:
     return built.w13, built.w2
 
 
-def _kept(model: nn.Module, experts: list[tuple[str, Any]]) -> list[str]:
-    """Names of what the loader of a quantized file must leave as it is: all that it could replace but the experts.
+def _replaceable(model: nn.Module, experts: list[tuple[str, Any]]) -> list[str]:
+    """Names of the modules but the experts that transformers would replace when it loads a quantized file."""
+    ours = {path for path, _ in experts}
+    modules = model.named_modules()
+    return [path for path, m in modules if isinstance(m, nn.Linear) or (path.endswith(".experts") and path not in ours)]
+
+
+def _kept(model: Any, experts: list[tuple[str, Any]]) -> list[str]:
+    """The settings' modules_to_not_convert: those names, and what the file calls them, which the loader translates.
 
     lm_head: of a backbone without it, which loads into a model that has one.
     """
-    ours = {path for path, _ in experts}
-    return ["lm_head"] + [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) or (path.endswith(".experts") and path not in ours)
-    ]
+    ours = tuple(f"{path}." for path, _ in experts)
+    rest = {name: t.to("meta") for name, t in model.state_dict().items() if not name.startswith(ours)}
+    written = [name for name, t in revert_weight_conversion(model, rest).items() if t.dim() == 2]
+    names = ["lm_head", *_replaceable(model, experts), *(name.removesuffix(".weight") for name in written)]
+    return list(dict.fromkeys(names))
 
 
 # --- gpt-oss in MXFP4 ------------------------------------------------------------------------------------
@@ -114,8 +122,14 @@ def _fp8_settings(model: Any, experts: list[tuple[str, Any]], format: BlockScale
     if not arguments or not arguments.keys() <= inspect.signature(FineGrainedFP8Config.__init__).parameters.keys():
         _refuse(f"{format.name} experts have no form that transformers loads")
     settings = FineGrainedFP8Config(**arguments, modules_to_not_convert=_kept(model, experts))
+    loader = Fp8Quantizer(copy(settings))
+    loader._normalize_modules_to_not_convert(model)
+    translated = loader.quantization_config.modules_to_not_convert
+    for path in _replaceable(model, experts):
+        if should_convert_module(path, translated):
+            _refuse(f"{path} has a name by which transformers would not leave it in bfloat16")
     for path, module in experts:
-        if not path.endswith(".experts") or not should_convert_module(path, settings.modules_to_not_convert):
+        if not path.endswith(".experts") or not should_convert_module(path, translated):
             _refuse(f"{path} has a name by which transformers finds no FP8 experts")
         if getattr(module, "has_bias", False) or getattr(module, "has_post_expert_norm", False):
             _refuse(f"{path} has biases or a norm, and transformers' FP8 experts have none")

@@ -74,16 +74,18 @@ def set_recipe(model: nn.Module, recipe: Any) -> nn.Module:
 def _trainable(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up_proj and down_proj. Raises ValueError where padless does not train them."""
     w13, w2 = (getattr(module, name, None) for name in _PARAMETERS)
-    if not (_is_plain(w13) and _is_plain(w2)):
-        reason = "quantized weights, or none of a gate"
+    if not getattr(module, "has_gate", True):
+        reason = "no gate"
+    elif not (_is_plain(w13) and _is_plain(w2)):
+        reason = "quantized weights"
     elif getattr(module, "is_transposed", False):
         reason = "transposed weights, (E, K, N)"
     elif getattr(module, "has_bias", False):
         reason = "biases"
-    elif fused_activation(module) != {}:
-        reason = "an activation or a norm of its own"
-    else:
+    elif fused_activation(module) == {}:
         return w13, w2
+    else:
+        reason = "an activation or a norm of its own"
     raise ValueError(
         f"{type(module).__name__} has {reason}; experts_implementation 'padless_train' trains plain SwiGLU experts in "
         "bfloat16, float16 or float32: choose another one"
