@@ -82,7 +82,7 @@ def families() -> list[str]:
 def build(family: str) -> Any:
     """A random model in bfloat16, whose experts count. Raises ValueError where no tiny one is known."""
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    kinds = [
+    kinds: list[Any] = [
         kind
         for head in _HEADS
         for name, kind in vars(module).items()
@@ -245,14 +245,13 @@ def _computes(model: Any, decisions: list[Any], want: torch.Tensor) -> tuple[str
 
 def _short(refusal: str) -> str:
     """What a refusal to save says of the experts, without their sizes and names."""
-    for words in (
+    known: tuple[str, ...] = (
         "biases or a norm",
         "a configuration of which transformers makes no FP8 experts",
         "another activation",
-    ):
-        if words in refusal:
-            return words
-    return refusal
+    )
+    known += ("a name by which transformers would not leave it in bfloat16",)
+    return next((words for words in known if words in refusal), refusal)
 
 
 def table(rows: list[str]) -> str:
@@ -260,8 +259,9 @@ def table(rows: list[str]) -> str:
     columns = [[cell.strip() for cell in each.split("|")[3:6]] for each in rows]
     computed, trained, saved = (sum(cells[i] == "yes" for cells in columns) for i in range(3))
     text = (
-        f"transformers {transformers.__version__} has {len(rows)} families of models that dispatch experts. Of a tiny random "
-        f"model of each, {computed} are computed,\n{trained} train, and {saved} are saved after `quantize_experts` as FP8.\n\n"
+        f"transformers {transformers.__version__} has {len(rows)} families of models that dispatch experts. Of a tiny "
+        f"random model of each,\n{computed} are computed, {trained} train, and {saved} are saved after "
+        "`quantize_experts` as FP8.\n\n"
         "| family | experts | computes | trains | saves |\n|---|---|---|---|---|\n"
     )
     return text + "".join(each + "\n" for each in rows)

@@ -1,4 +1,4 @@
-"""What save_pretrained writes of a model after `quantize_experts`: the hub's FP8 or MXFP4 form, or a sentence.
+"""Files of models after `quantize_experts`, by save_pretrained: the hub's FP8 or MXFP4 form, or a sentence.
 
 save_pretrained asks the model's quantizer for tensors and settings; a model that was loaded in bfloat16 has none, so
 quantize_experts gives it one. Whether there is a form is decided when a file is to be written: until then any is good.
@@ -84,8 +84,14 @@ def _weights(module: Any) -> tuple[Any, Any]:
 def _replaceable(model: nn.Module, experts: list[tuple[str, Any]]) -> list[str]:
     """Names of the modules but the experts that transformers would replace when it loads a quantized file."""
     ours = {path for path, _ in experts}
-    modules = model.named_modules()
-    return [path for path, m in modules if isinstance(m, nn.Linear) or (path.endswith(".experts") and path not in ours)]
+    return [
+        path for path, m in model.named_modules() if path not in ours and (path.endswith(".experts") or _is_linear(m))
+    ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """As transformers tells layers that have an FP8 form: not by their class, but for two."""
+    return type(module) is nn.Linear or (isinstance(module, nn.Linear) and "GroupedLinear" in type(module).__name__)
 
 
 def _kept(model: Any, experts: list[tuple[str, Any]]) -> list[str]:

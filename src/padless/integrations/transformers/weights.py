@@ -180,9 +180,8 @@ def _why_not(module: Any, codes: torch.Tensor, scale: torch.Tensor | None) -> st
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     if method is not None and getattr(method, "value", method) not in ("fp8", "mxfp4"):
         return (
-            f", the values of a {getattr(method, 'value', method)} checkpoint, whose codes transformers does not keep "
-            "for experts: padless.integrations.transformers.quantize_experts(model) quantizes the values again, and "
-            "padless.integrations.checkpoints.load_experts reads the file's codes"
+            f", values that transformers made of a {getattr(method, 'value', method)} checkpoint, whose codes it does "
+            "not keep for experts: padless.integrations.checkpoints.load_experts reads those, for padless.moe"
         )
     return f", and experts_implementation='padless' needs quantized experts: {_HOW_TO_QUANTIZE}"
 
