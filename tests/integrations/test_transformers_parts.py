@@ -164,7 +164,7 @@ def test_refused_formats() -> None:
         module(*inputs())
     module = fp8_experts()
     module.gate_up_proj_scale_inv = nn.Parameter(torch.ones(E, 1, 1))
-    with torch.no_grad(), pytest.raises(ValueError, match=r"scales of gate_up_proj have shape \(5, 1, 1\)"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"scales of gate_up_proj of Experts have shape \(5, 1, 1\)"):
         module(*inputs())
 
 

@@ -119,7 +119,23 @@ def test_experts_that_are_refused(name: str, folder_of: Callable[[str], Path], t
     folder = folder_of("gpt_oss") if name == "gpt_oss" else write_fp8(folder_of("qwen3_moe"), tmp_path / "fp8")
     model = load(folder, experts_implementation="padless" if name == "fp8" else "padless_train")
     model.set_experts_implementation("padless_train")
-    with pytest.raises(ValueError, match="Experts has quantized weights, biases or an activation of its own"):
+    said = "GptOssExperts has transposed weights" if name == "gpt_oss" else "Experts has quantized weights"
+    with pytest.raises(ValueError, match=rf"{said}.*choose another one"):
+        model(tokens())
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "said"),
+    [
+        ("is_transposed", True, r"transposed weights, \(E, K, N\)"),
+        ("has_bias", True, "biases"),
+        ("act_fn", torch.nn.GELU(), "activation"),
+    ],
+)
+def test_the_reason_is_the_one(attribute: str, value: Any, said: str, folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("qwen3_moe"), experts_implementation="padless_train")
+    setattr(experts_of(model)[1], attribute, value)
+    with pytest.raises(ValueError, match=rf"Qwen3MoeExperts has (an )?{said}"):
         model(tokens())
 
 

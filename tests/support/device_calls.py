@@ -124,7 +124,7 @@ def trained(
     problem = training_layer.layer(tokens=40, hidden=128, intermediate=128)
     for name in recipes:
         recipe = training_layer.EVERY_RECIPE[name]
-        experts = Experts(128, 128, problem.w13.shape[0], recipe=recipe, dtype=torch.bfloat16)
+        experts = Experts(128, 128, problem.w13.shape[0], recipe=recipe, dtype=torch.bfloat16, keep_codes=in_graphs)
         linear = GroupedLinear(GROUPS, K, N, recipe=recipe, dtype=torch.bfloat16)
         generator = torch.Generator().manual_seed(3)
         for parameter in (*experts.parameters(), *linear.parameters()):

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config,
 from padless import FP8_BLOCK, MXFP4, quantize
 
 VOCABULARY = 512
-_COMMON = {
+COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
     "num_hidden_layers": 2,
@@ -71,7 +71,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_bf16(name: str, folder: Path) -> Path:
     """A random model in bfloat16, saved; every weight random, biases and the router's correction too."""
     torch.manual_seed(20240229)
-    config = AutoConfig.for_model(name, **(_COMMON | MODELS[name]))
+    config = AutoConfig.for_model(name, **(COMMON | MODELS[name]))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

@@ -28,8 +28,8 @@ from padless.integrations.transformers.activations import set_activations
 from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
 from padless.integrations.transformers.quantizers import register_quantizers
+from padless.integrations.transformers.quantizing import quantize_experts
 from padless.integrations.transformers.training import TRAIN_NAME, set_recipe, train_forward
-from padless.integrations.transformers.weights import quantize_experts
 
 __all__ = [
     "NAME",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from padless.formats import FORMAT_BY_NAME, BlockScaledFormat
-from padless.integrations.transformers.weights import CHOSEN, expert_weights, first_projection
+from padless.integrations.transformers.weights import CHOSEN, expert_weights, is_quantized
 from padless.kernels.table import ROUTES
 from padless.moe.layer import BF16
 
@@ -22,7 +22,7 @@ def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | 
 
     Raises ValueError for another format and where no quantized experts are found.
     """
-    found: list[Any] = [m for m in model.modules() if hasattr(m, f"{first_projection(m)}_scale_inv")]
+    found: list[Any] = [module for module in model.modules() if is_quantized(module)]
     if not found:
         raise ValueError(
             "model has no quantized experts; load an FP8 or MXFP4 checkpoint, or call quantize_experts(model) first"

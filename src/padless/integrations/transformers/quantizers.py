@@ -11,11 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, WeightConverter
+from transformers.integrations.finegrained_fp8 import FP8Experts
+from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from padless.integrations.transformers.experts import NAME, experts_forward
+from padless.integrations.transformers.weights import is_dispatched, keep_codes, label
 
 
 def register_quantizers() -> None:
@@ -48,7 +53,38 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         if self._put_off is not None and not asks_for_padless(model):
             super().validate_environment(*self._put_off[0], **self._put_off[1])
-        return super()._process_model_before_weight_loading(model, **kwargs)
+        own = {path: m for path, m in model.named_modules() if path.endswith(".experts") and not is_dispatched(m)}
+        result = super()._process_model_before_weight_loading(model, **kwargs)
+        for path, module in own.items() if asks_for_padless(model) else ():
+            if isinstance(model.get_submodule(path), FP8Experts):
+                raise ValueError(
+                    f"{path} is {type(module).__name__}, which transformers does not dispatch by experts_implementation "
+                    "and whose FP8 form it cannot call: load the model with another quantization_config, or with the "
+                    "module's name in modules_to_not_convert"
+                )
+        return result
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        model = super()._process_model_after_weight_loading(model, **kwargs)
+        if asks_for_padless(model):
+            keep_codes(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """As transformers'; scales go into the file by the names of their weights, whatever was loaded."""
+        if hasattr(HfQuantizer, "serialized_names"):  # transformers 5.17 matches scales by the names of weights itself
+            conversions = getattr(model, "_weight_conversions", None)
+            if conversions is None:
+                found = get_model_conversion_mapping(model, add_legacy=False)
+                conversions = [each for each in found if not isinstance(each, PrefixChange)]
+            known = [each._original_target_patterns for each in conversions if isinstance(each, WeightConverter)]
+            more = HfQuantizer.update_weight_conversions(self, list(conversions), model)
+            model._weight_conversions = conversions + [
+                each
+                for each in more
+                if isinstance(each, WeightConverter) and each._original_target_patterns not in known
+            ]
+        return super().get_state_dict_and_metadata(model)
 
 
 class Mxfp4Quantizer(Mxfp4HfQuantizer):
@@ -62,7 +98,7 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
         asked = self.pre_quantized and not self.quantization_config.dequantize and asks_for_padless(model)
-        found = [name for name, m in model.named_modules() if type(m).__name__ == "GptOssExperts"]
+        found = [name for name, m in model.named_modules() if is_gpt_oss(m)]
         self._keeps_blocks = asked and bool(found)
         if not self._keeps_blocks:
             super().validate_environment(*self._put_off[0], **self._put_off[1])
@@ -71,6 +107,12 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
             config = model.get_submodule(name).config
             with torch.device("meta"):
                 model.set_submodule(name, GptOssMxfp4Experts(config))
+        return model
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> Any:
+        if not self._keeps_blocks:
+            return super()._process_model_after_weight_loading(model, **kwargs)
+        keep_codes(model)
         return model
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -86,12 +128,26 @@ class Mxfp4Quantizer(Mxfp4HfQuantizer):
         return (None, {}) if self._keeps_blocks else super().get_state_dict_and_metadata(model)
 
 
+def is_gpt_oss(module: nn.Module) -> bool:
+    """Whether it is gpt-oss' own experts module."""
+    return type(module).__name__ == "GptOssExperts"
+
+
+def gpt_oss_activation(config: Any) -> dict[str, Any]:
+    """Arguments of `padless.moe` for gpt-oss' activation."""
+    return {
+        "gate_up": "alternating",
+        "alpha": float(getattr(config, "swiglu_alpha", 1.702)),
+        "limit": float(getattr(config, "swiglu_limit", 7.0)),
+        "up_offset": 1.0,
+    }
+
+
 class GptOssMxfp4Experts(nn.Module):
     """gpt-oss' experts with the checkpoint's parameters: 4.25 bits a weight.
 
     gate_up_proj_blocks (E, 2 I, H / 32, 16) and gate_up_proj_scales (E, 2 I, H / 32) uint8, gate_up_proj_bias (E, 2 I);
-    down_proj likewise, (E, H, I). Rows of gate and up alternate. The name of the experts implementation is not looked
-    at: nothing else computes with these.
+    down_proj likewise, (E, H, I). Rows of gate and up alternate.
     """
 
     has_gate = True
@@ -101,12 +157,7 @@ class GptOssMxfp4Experts(nn.Module):
         super().__init__()
         self.config = config
         self.num_experts = config.num_local_experts
-        self.padless_activation = {
-            "gate_up": "alternating",
-            "alpha": float(getattr(config, "swiglu_alpha", 1.702)),
-            "limit": float(getattr(config, "swiglu_limit", 7.0)),
-            "up_offset": 1.0,
-        }
+        self.padless_activation = gpt_oss_activation(config)
         self.gate_up_proj_blocks: torch.Tensor
         self.gate_up_proj_scales: torch.Tensor
         self.down_proj_blocks: torch.Tensor
@@ -139,4 +190,11 @@ class GptOssMxfp4Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
+        """`experts_forward`. Raises ValueError for another experts_implementation: nothing else reads the blocks."""
+        asked = getattr(self.config, "_experts_implementation", None)
+        if asked != NAME:
+            raise ValueError(
+                f"experts_implementation is {asked!r} and {label(self, 'gate_up_proj')} was loaded for {NAME!r} as "
+                f"MXFP4 blocks, which nothing else reads: set {NAME!r}, or load the model again with {asked!r}"
+            )
         return experts_forward(self, hidden_states, router_indices, routing_weights)

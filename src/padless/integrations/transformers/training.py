@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from padless.integrations.transformers.experts import fused_activation
+from padless.integrations.transformers.weights import is_dispatched
 
 TRAIN_NAME = "padless_train"
 _PARAMETERS = ("gate_up_proj", "down_proj")
@@ -45,7 +46,7 @@ def set_recipe(model: nn.Module, recipe: Any) -> nn.Module:
     from padless.nn.recipe import as_recipe
 
     recipe = as_recipe(recipe)
-    found: list[Any] = [module for module in model.modules() if _is_experts(module)]
+    found: list[Any] = [module for module in model.modules() if is_dispatched(module)]
     if not found:
         raise ValueError(
             "model has no experts that transformers dispatches by experts_implementation: nothing to train by padless"
@@ -55,19 +56,24 @@ def set_recipe(model: nn.Module, recipe: Any) -> nn.Module:
     return model
 
 
-def _is_experts(module: nn.Module) -> bool:
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
-
-
 def _trainable(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """gate_up_proj and down_proj. Raises ValueError where padless does not train them."""
     w13, w2 = (getattr(module, name, None) for name in _PARAMETERS)
-    layout = not getattr(module, "is_transposed", False) and not getattr(module, "has_bias", False)
-    if _is_plain(w13) and _is_plain(w2) and layout and fused_activation(module) == {}:
+    if not getattr(module, "has_gate", True):
+        reason = "no gate"
+    elif not (_is_plain(w13) and _is_plain(w2)):
+        reason = "quantized weights"
+    elif getattr(module, "is_transposed", False):
+        reason = "transposed weights, (E, K, N)"
+    elif getattr(module, "has_bias", False):
+        reason = "biases"
+    elif fused_activation(module) == {}:
         return w13, w2
+    else:
+        reason = "an activation or a norm of its own"
     raise ValueError(
-        f"{type(module).__name__} has quantized weights, biases or an activation of its own; experts_implementation "
-        "'padless_train' trains plain SwiGLU experts in bfloat16, float16 or float32: choose another one"
+        f"{type(module).__name__} has {reason}; experts_implementation 'padless_train' trains plain SwiGLU experts in "
+        "bfloat16, float16 or float32: choose another one"
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights of an experts module as BlockScaledTensors, built once a module, and `quantize_experts` for bfloat16 models.
+"""Weights of an experts module as BlockScaledTensors, built once a module.
 
 A module keeps codes under the name of the weight and decode scales beside them, as transformers' FP8 experts do:
 gate_up_proj (E, 2 I, H) e4m3 and gate_up_proj_scale_inv. The shapes and dtypes say which format it is.
@@ -13,17 +13,62 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.transformers.operators import aligned
 from padless.integrations.weights import ExpertWeights, activations_for, block_scaled, in_tiles
-from padless.quantization.quantize import quantize
 
-FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
 )
 
 CHOSEN = "padless_activations"  # the attribute of a module that `set_activations` writes
+_PATH = "padless_path"  # the attribute of a module that `keep_codes` writes, for errors
+
+
+class Codes(nn.Parameter):
+    """Codes or scales of quantized weights: casts of a model leave them alone, as they leave integers alone."""
+
+    def is_floating_point(self) -> bool:
+        """False: what `nn.Module.half` and its like ask before they cast."""
+        return False
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether a module is experts that transformers dispatches by experts_implementation."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is experts with codes and scales."""
+    return hasattr(module, f"{first_projection(module)}_scale_inv")
+
+
+def keep_codes(model: nn.Module) -> None:
+    """Makes codes and scales of a model's quantized experts `Codes`, and notes where in the model the experts are."""
+    for path, module in model.named_modules():
+        if not is_quantized(module):
+            continue
+        setattr(module, _PATH, path)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if name.startswith((first_projection(module), "down_proj")) and not name.endswith("_bias"):
+                module.register_parameter(name, Codes(parameter.detach(), requires_grad=parameter.requires_grad))
+
+
+def label(module: nn.Module, name: str) -> str:
+    """A parameter of an experts module in the words of an error."""
+    path = getattr(module, _PATH, None)
+    return f"{name} of {type(module).__name__}" if path is None else f"{path}.{name}"
+
+
+def refuse_parametrized(module: Any, path: str | None = None) -> None:
+    """Raises ValueError where a parameter of an experts module is computed from others: padless reads the codes."""
+    for name, chain in getattr(module, "parametrizations", {}).items():
+        by = ", ".join(type(each).__name__ for each in chain)
+        raise ValueError(
+            f"{label(module, name) if path is None else f'{path}.{name}'} is parametrized ({by}), which quantized "
+            "experts would ignore, with no gradient: adapt other modules, or merge it into bfloat16 weights before "
+            "they are quantized"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +116,7 @@ def _key(module: Any) -> tuple[Any, ...]:
 
 
 def _build(module: Any) -> ExpertWeights:
+    refuse_parametrized(module)
     if getattr(module, "activation_scheme", "dynamic") != "dynamic":
         raise ValueError(
             f"activation_scheme is {module.activation_scheme!r}; padless quantizes activations by 'dynamic' "
@@ -92,21 +138,52 @@ def _weight(module: Any, name: str) -> BlockScaledTensor:
     """Codes `name` with scales `name`_scale_inv, detached."""
     codes, scale = getattr(module, name), getattr(module, f"{name}_scale_inv", None)
     if scale is None or codes.dtype not in (torch.float8_e4m3fn, torch.int8):
-        raise ValueError(
-            f"{name} of {type(module).__name__} is {codes.dtype}, and experts_implementation='padless' needs quantized "
-            f"experts: {_HOW_TO_QUANTIZE}"
-        )
+        raise ValueError(f"{label(module, name)} is {codes.dtype}{_why_not(module, codes, scale)}")
     if getattr(module, "is_transposed", False):
         raise ValueError(
-            f"{name} of {type(module).__name__} is (E, K, N) and quantized; padless takes (E, N, K): {_HOW_TO_QUANTIZE}"
+            f"{label(module, name)} is (E, K, N) and quantized; padless takes (E, N, K): {_HOW_TO_QUANTIZE}"
         )
-    return block_scaled(
-        name,
+    weight = block_scaled(
+        label(module, name),
         aligned_parameter(codes),
         scale,
         "choose another experts_implementation",
         getattr(module, f"{name}_global_scale", None),
     )
+    check_width(label(module, name), weight.logical_shape[-1], weight.format)
+    return weight
+
+
+def check_width(name: str, width: int, format: BlockScaledFormat) -> None:
+    """Raises ValueError for a weight whose K no product takes."""
+    multiple = 16 if format == FP8_BLOCK else 32
+    if width % multiple != 0:
+        raise ValueError(
+            f"{name} has {width} columns; {format.name} experts need a multiple of {multiple}: leave this model to "
+            "another experts_implementation"
+        )
+
+
+def _why_not(module: Any, codes: torch.Tensor, scale: torch.Tensor | None) -> str:
+    """The end of the sentence about weights that are not codes with scales."""
+    if scale is not None:
+        return (
+            " beside scales: something cast the codes to numbers, which cannot be undone; load or quantize the model "
+            "again, and cast it before"
+        )
+    if codes.element_size() == 1:
+        return (
+            " without scales: codes were loaded as values; give experts_implementation='padless' to from_pretrained, "
+            "which keeps codes and scales"
+        )
+    settings = getattr(getattr(module, "config", None), "quantization_config", None)
+    method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+    if method is not None and getattr(method, "value", method) not in ("fp8", "mxfp4"):
+        return (
+            f", values that transformers made of a {getattr(method, 'value', method)} checkpoint, whose codes it does "
+            "not keep for experts: padless.integrations.checkpoints.load_experts reads those, for padless.moe"
+        )
+    return f", and experts_implementation='padless' needs quantized experts: {_HOW_TO_QUANTIZE}"
 
 
 def aligned_parameter(parameter: torch.Tensor) -> torch.Tensor:
@@ -114,53 +191,3 @@ def aligned_parameter(parameter: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return parameter.detach().contiguous()
     return aligned(parameter.detach())
-
-
-# --- quantizing ------------------------------------------------------------------------------------------
-
-
-def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) -> nn.Module:
-    """Quantizes the experts of a bfloat16, float16 or float32 model in place, module by module; returns the model.
-
-    format: FP8_BLOCK, MXFP8, MXFP4 (4.25 bits a weight) or NVFP4 (4.5). Weights become (E, N, K) codes with scales
-    beside them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Save the
-    model before: transformers does not know what to do with these parameters in a file. Other experts implementations
-    cannot compute with them.
-
-    Raises ValueError for another format and where no experts are found.
-    """
-    if format not in FORMATS:
-        allowed = ", ".join(each.name for each in FORMATS)
-        raise ValueError(f"format is {getattr(format, 'name', format)!r}; allowed: {allowed}")
-    experts: list[Any] = [module for module in model.modules() if _is_unquantized(module)]
-    if not experts:
-        raise ValueError(
-            "model has no experts in bfloat16, float16 or float32 that transformers dispatches by "
-            "experts_implementation; a quantized model needs no quantize_experts"
-        )
-    with torch.no_grad():
-        for module in experts:
-            for name in (first_projection(module), "down_proj"):
-                _quantize_parameter(module, name, format)
-            module.is_transposed = False
-    return model
-
-
-def _is_unquantized(module: Any) -> bool:
-    if not (hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")):
-        return False
-    weights = [module._parameters.get(name) for name in (first_projection(module), "down_proj")]
-    return all(t is not None and t.dim() == 3 and t.element_size() > 1 for t in weights)
-
-
-def _quantize_parameter(module: Any, name: str, format: BlockScaledFormat) -> None:
-    values = getattr(module, name).detach()
-    if module.is_transposed:
-        values = values.transpose(1, 2).contiguous()
-    t = quantize(values, format, kind="weight")
-    codes = t.data.view(torch.int8) if format.codes_per_byte == 2 else t.data
-    delattr(module, name)
-    module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
-    module.register_parameter(f"{name}_scale_inv", nn.Parameter(t.scale.contiguous(), requires_grad=False))
-    if t.global_scale is not None:
-        module.register_parameter(f"{name}_global_scale", nn.Parameter(t.global_scale, requires_grad=False))
