@@ -168,10 +168,13 @@ def fuzz(
     out: Annotated[Path | None, typer.Option("--out", help="File that a record of the run is added to.")] = None,
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
     repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
+    states: Annotated[
+        bool, typer.Option("--states", help="Instead: sequences of operations on modules and call sites, by fresh ones.")
+    ] = False,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}
-    call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, **options)
+    call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, states=states, **options)
 
 
 @app.command(

@@ -36,6 +36,7 @@ def run_fuzz(
     out: Path | None = None,
     repeat: str | None = None,
     calls: list[str] | None = None,
+    states: bool = False,
     show: Callable[[str], None] = print,
 ) -> int:
     """Draws and judges random problems until the time or the number is over, whichever is first.
@@ -49,13 +50,14 @@ def run_fuzz(
         out: file that a record of the run, one line of JSON, is added to.
         repeat: a problem as text: only this one is judged.
         calls: only these calls.
+        states: sequences of operations on modules and call sites, not single calls.
 
     Returns 0 when nothing was wrong, else 1. Raises ValueError for what is not possible here.
     """
     backend = backend or _default_backend()
     if repeat is not None:
         return _repeat(Problem.parse(repeat), backend, show)
-    _check(minutes, problems, workers, calls, backend)
+    _check(minutes, problems, workers, calls, backend, states)
     if minutes is None and problems is None:
         minutes = 1.0
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -64,7 +66,7 @@ def run_fuzz(
     start = time.time()
     deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
     shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
-    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ()), workers) for i in range(workers)]
+    tasks = [Task(i, seed, backend, deadline, shares[i], tuple(calls or ()), workers, states) for i in range(workers)]
     gpus = _gpus() if backend == "cuda" else []
     on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
     show(f"padless fuzz: {backend}, {workers} workers{on}, seed {seed}")
@@ -96,21 +98,30 @@ def _gpus() -> list[str]:
 
 
 def _check(
-    minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None, backend: BackendName
+    minutes: float | None,
+    problems: int | None,
+    workers: int | None,
+    calls: list[str] | None,
+    backend: BackendName,
+    states: bool,
 ) -> None:
     from padless.runtime.devices import NAMES, backends
+    from padless.verify.fuzz.states.subjects import STATES
     from padless.verify.fuzz.subjects import SUBJECTS
 
+    subjects = STATES if states else SUBJECTS
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes is {minutes}; it must be positive")
     for name, value in (("problems", problems), ("workers", workers)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be 1 or more")
     for call in calls or ():
-        if call not in SUBJECTS:
-            raise ValueError(f"call is {call!r}; allowed: {', '.join(SUBJECTS)}")
+        if call not in subjects:
+            raise ValueError(f"call is {call!r}; allowed: {', '.join(subjects)}")
     if backend not in NAMES:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, NAMES))}")
+    if states and backend.startswith("emulator"):
+        raise ValueError(f"backend is {backend!r}; sequences of operations run on 'cuda' and 'reference'")
     if not (found := backends()[backend]).available:
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
 
