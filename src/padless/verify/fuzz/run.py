@@ -139,7 +139,7 @@ def _supervise(
 ) -> tuple[Tally, list[dict[str, Any]]]:
     """What all workers did, and those that ended before their time with the batch that they were at.
 
-    gpus: names of those that workers are spread over; each sees its own only.
+    gpus: names of those that workers are spread over; each sees its own only, or with states its own first.
     """
     context = get_context("spawn")
     before = {name: os.environ.get(name) for name in (*_ONE_THREAD, _VISIBLE)}
@@ -152,7 +152,8 @@ def _supervise(
         for task in tasks:
             mine, theirs = context.Pipe(duplex=False)
             if gpus:
-                os.environ[_VISIBLE] = gpus[task.worker % len(gpus)]
+                first = task.worker % len(gpus)
+                os.environ[_VISIBLE] = ",".join((gpus[first:] + gpus[:first])[: None if task.states else 1])
             process = context.Process(target=run_process, args=(task, theirs), daemon=True)
             process.start()
             theirs.close()

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from padless.nn import RECIPES, Experts, GroupedLinear, MoE, Recipe
-from padless.nn.linear import QuantizedModule
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 
@@ -154,7 +153,7 @@ class Layer:
     ) -> tuple[Results, dict[str, torch.Tensor]]:
         """(output and gradients by name, the weights that the call read)."""
         with parametrize.cached():
-            out = (call or module)(*inputs)
+            out = (module if call is None else call)(*inputs)
             weights = self.read(module)  # now: hooks make them in the call
         return self.gradients(out, inputs, weights), weights
 
@@ -208,7 +207,7 @@ class Layer:
 
 def core_of(module: nn.Module) -> Any:
     """The part with the quantized weights."""
-    return next(part for part in module.modules() if isinstance(part, QuantizedModule))
+    return next(part for part in module.modules() if hasattr(part, "forget_codes"))
 
 
 # --- families --------------------------------------------------------------------------------------------
@@ -272,7 +271,14 @@ def _moe_inputs(layer: Layer, generator: torch.Generator) -> tuple[torch.Tensor 
     return (torch.randn((layer.rows, layer.o["k"]), device=layer.device, generator=generator),)
 
 
+def _hub(o: Options, **how: Any) -> nn.Module:
+    from padless.verify.fuzz.states.hub import hub_experts
+
+    return hub_experts(o, **how)
+
+
 FAMILIES = {
+    "transformers": Family(_hub, lambda layer, generator: _experts_inputs(layer, generator)[:3]),
     "linear": Family(_linear, _linear_inputs),
     "experts": Family(_experts, _experts_inputs),
     "moe": Family(_moe, _moe_inputs),
