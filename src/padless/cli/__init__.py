@@ -169,7 +169,8 @@ def fuzz(
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
     repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
     states: Annotated[
-        bool, typer.Option("--states", help="Instead: sequences of operations on modules and call sites, by fresh ones.")
+        bool,
+        typer.Option("--states", help="Instead: sequences of operations on modules and call sites, by fresh ones."),
     ] = False,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""

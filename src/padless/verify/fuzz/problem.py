@@ -1,4 +1,4 @@
-"""Random problems as text that can be read back: a call and its options, all of them literals; and how they are drawn."""
+"""Random problems as text that can be read back, a call and its options, all of them literals; how they are drawn."""
 
 from __future__ import annotations
 

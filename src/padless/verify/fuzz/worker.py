@@ -31,7 +31,8 @@ _SHOWN = 300  # characters of an error
 class Task:
     """A worker's share. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
 
-    workers: how many there are, which share kits; see ``problems_of``. states: sequences of operations, not single calls.
+    workers: how many there are, which share kits; see ``problems_of``. states: sequences of operations,
+    not single calls.
     """
 
     worker: int

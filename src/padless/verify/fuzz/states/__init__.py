@@ -1,1 +1,1 @@
-"""Random sequences of operations on modules and call sites, each compared with a fresh one: ``padless fuzz --states``."""
+"""Random sequences of operations on modules and call sites, compared with fresh ones: ``padless fuzz --states``."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from padless.nn.graphs import Graphed
-from padless.verify.fuzz.states.layers import Layer
+from padless.verify.fuzz.states.layers import FRESH, NAMED, Layer
 from padless.verify.fuzz.states.sequence import Operation, table
 
 
@@ -48,14 +47,24 @@ def graphed(layer: Layer, r: random.Random) -> None:
         _written(layer, r, r.random() < 0.6)
         if r.random() < 0.3:
             layer.check("beside graphs")
-    name = r.choice(layer.weights)
+    name, recipe = r.choice(layer.weights), layer.core.recipe
     before = getattr(layer.core, name)
-    setattr(layer.core, name, nn.Parameter(before.detach().clone(), before.requires_grad))
+    how = r.randrange(3)
+    if how == 0:
+        setattr(layer.core, name, nn.Parameter(before.detach().clone(), before.requires_grad))
+    elif how == 1:
+        before.data = before.data.clone()
+        layer.uncounted()
+    else:
+        layer.core.recipe = NAMED[r.choice(layer.recipes())]
+    must_refuse = how < 2 or layer.core.recipe != recipe
     try:
         graphs(*(t for t in layer.inputs() if t is not None))
-    except ValueError:
-        return
-    layer.place.judge.wrong("graphs of another parameter were replayed", before.requires_grad)
+    except ValueError as error:
+        if "capture the layer again" in str(error) and must_refuse:
+            return
+        raise
+    layer.place.judge.wrong(f"{FRESH}: graphs of another parameter or recipe were replayed", must_refuse)
 
 
 def captured(layer: Layer, r: random.Random) -> None:
@@ -83,12 +92,8 @@ def captured(layer: Layer, r: random.Random) -> None:
                 if mine is not None and other is not None:
                     mine.copy_(other)
         graph.replay()
-        fresh, leaves = layer.fresh(layer.read(layer.module)), [t if t is None else t.detach() for t in inputs]
-        given: list[Any] = [
-            t if t is None else t.requires_grad_(own.requires_grad)
-            for t, own in zip(leaves, inputs, strict=True)
-            if t is None or own is not None
-        ]
+        fresh = layer.fresh(layer.read(layer.module))
+        given = [t if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
         again = fresh(*given)
         sources = {f"input {i}": t for i, t in enumerate(given) if t is not None} | layer.read(fresh)
         wants = torch.autograd.grad(again, [sources[name] for name in wanted], dout, allow_unused=True)

@@ -1,19 +1,17 @@
-"""Experts of transformers as layers: trained by "padless_train", and quantized. Imported where transformers is installed."""
+"""Experts of transformers as layers: trained by "padless_train", and quantized. Imported where it is installed."""
 
 from __future__ import annotations
 
 import copy
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import use_experts_implementation
 
 from padless.formats import FORMAT_BY_NAME
-from padless.integrations.transformers import NAME, TRAIN_NAME, quantize_experts, set_activations
+from padless.integrations.transformers import experts_forward, quantize_experts, set_activations, train_forward
 from padless.nn.recipe import Recipe, as_recipe
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options
@@ -21,18 +19,22 @@ from padless.verify.fuzz.states.layers import FRESH, rows_of
 from padless.verify.fuzz.states.sequence import Operation, table
 
 
-@use_experts_implementation
 class HubExperts(nn.Module):
-    """Experts as models of transformers have them, with the names that operations on padless' own layers use."""
+    """Experts as modules of transformers have them, with the names that operations on padless' own layers use."""
 
-    def __init__(self, config: Any, **factory: Any) -> None:
+    has_gate, has_bias, is_transposed = True, False, False  # what transformers' decorator says of a class
+
+    def __init__(self, o: Options, trains: bool, **factory: Any) -> None:
         super().__init__()
-        self.num_experts, h, i = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * i, h, **factory))
-        self.down_proj = nn.Parameter(torch.empty(self.num_experts, h, i, **factory))
-        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.empty(o["groups"], 2 * o["n"], o["k"], **factory))
+        self.down_proj = nn.Parameter(torch.empty(o["groups"], o["k"], o["n"], **factory))
+        self.trains, self.padless_activation = trains, dict[str, Any]()
         self._codes = {"gate_up_proj": None, "down_proj": None}
         self.keep_codes, self.delayed_wgrad = False, None
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
 
     @property
     def recipe(self) -> Recipe:
@@ -46,17 +48,17 @@ class HubExperts(nn.Module):
     def forget_codes(self) -> None:
         """No codes are kept."""
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
-        """Replaced by the implementation that the configuration names."""
-        raise NotImplementedError
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """What transformers calls for the implementations "padless_train" and "padless"."""
+        return (train_forward if self.trains else experts_forward)(self, hidden_states, top_k_index, top_k_weights)
 
 
-def hub_experts(o: Options, *, recipe: Recipe, keep_codes: bool, name: str = TRAIN_NAME, **factory: Any) -> nn.Module:
+def hub_experts(o: Options, *, recipe: Recipe, keep_codes: bool, trains: bool = True, **factory: Any) -> nn.Module:
     """The experts of a problem's options."""
     del keep_codes
-    config = SimpleNamespace(num_experts=o["groups"], hidden_size=o["k"], moe_intermediate_size=o["n"])
-    config._experts_implementation = name
-    module = HubExperts(config, **factory)
+    module = HubExperts(o, trains, **factory)
     module.recipe = recipe
     return module
 
@@ -78,8 +80,7 @@ class Quantized:
 
     def made(self, seed: int) -> Any:
         """A module of weights that are drawn and quantized."""
-        how = {"recipe": as_recipe("fp8"), "keep_codes": False, "dtype": torch.bfloat16, "device": self.device}
-        module: Any = hub_experts(self.o, name=NAME, **how)  # type: ignore[arg-type]
+        module = HubExperts(self.o, False, dtype=torch.bfloat16, device=self.device)
         generator = self.place.generator(seed)
         with torch.no_grad():
             for parameter in module.parameters():

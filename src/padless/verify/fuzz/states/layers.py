@@ -99,8 +99,9 @@ class Layer:
         return r.choice(list(self.core.parameters()))
 
     def uncounted(self) -> None:
-        """Says what ``keep_codes`` asks to be told."""
-        self.core.forget_codes()
+        """Says what ``keep_codes`` asks to be told; without it nothing is to be said."""
+        if self.core.keep_codes:
+            self.core.forget_codes()
 
     def values(self, like: torch.Tensor, r: random.Random) -> torch.Tensor:
         """Other values of a weight's shape, dtype and device."""
@@ -146,10 +147,7 @@ class Layer:
         return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in self.read(self.module).items()}
 
     def results(
-        self,
-        module: nn.Module,
-        inputs: Sequence[torch.Tensor | None],
-        call: Callable[..., torch.Tensor] | None = None,
+        self, module: nn.Module, inputs: Sequence[torch.Tensor | None], call: Callable[..., torch.Tensor] | None = None
     ) -> tuple[Results, dict[str, torch.Tensor]]:
         """(output and gradients by name, the weights that the call read)."""
         with parametrize.cached():
@@ -166,7 +164,7 @@ class Layer:
         retain_graph: bool = False,
         by_backward: bool = False,
     ) -> Results:
-        """``out``, and its gradients for a random cotangent. by_backward: as ``.grad`` of leaves, not by torch.autograd.grad."""
+        """``out``, and its gradients for a random cotangent. by_backward: as ``.grad`` of leaves."""
         found: Results = {"output": out.detach()}
         named = {f"input {i}": t for i, t in enumerate(inputs) if t is not None} | weights
         wanted = {name: t for name, t in named.items() if t.requires_grad}
@@ -263,8 +261,8 @@ def _experts_inputs(layer: Layer, generator: torch.Generator) -> tuple[torch.Ten
 
 def _moe(o: Options, **how: Any) -> nn.Module:
     gate_up = "concatenated" if o["n"] % 32 else o["gate_up"]
-    top_k, shared = min(o["top_k"], o["groups"]), 16 if o["shared"] else None
-    return MoE(o["k"], o["n"], o["groups"], top_k, shared_intermediate=shared, gate_up=gate_up, **how)
+    how |= {"gate_up": gate_up, "shared_intermediate": 16 if o["shared"] else None}
+    return MoE(o["k"], o["n"], o["groups"], min(o["top_k"], o["groups"]), **how)
 
 
 def _moe_inputs(layer: Layer, generator: torch.Generator) -> tuple[torch.Tensor | None, ...]:

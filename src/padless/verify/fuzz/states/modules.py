@@ -181,6 +181,8 @@ def hooked(layer: Layer, r: random.Random) -> None:
     if not layer.is_plain:
         return
     name = r.choice(layer.weights)
+    if not getattr(layer.core, name).is_contiguous():  # for .view
+        return
     if r.random() < 0.5:
         prune.random_unstructured(layer.core, name, amount=0.3)
     else:

@@ -18,7 +18,7 @@ LONGEST = 12
 
 
 class State(Protocol):
-    """What operations change. ``check`` compares its result with that of a fresh one; ``after`` names what came before."""
+    """What operations change. check: compares its result with that of a fresh one; ``after`` says when that was."""
 
     def check(self, after: str) -> None: ...
 
@@ -40,7 +40,9 @@ class Operation:
 Operations = Mapping[str, Operation]
 
 
-def table(*functions: Callable[[Any, random.Random], None], share: float = 1.0, where: str = "") -> dict[str, Operation]:
+def table(
+    *functions: Callable[[Any, random.Random], None], share: float = 1.0, where: str = ""
+) -> dict[str, Operation]:
     """Operations by the names of their functions."""
     return {function.__name__: Operation(function, share, where) for function in functions}
 

@@ -74,7 +74,7 @@ class Site:
         pair, n, k = (self.o[name][0] for name in ("pairs", "n", "k"))
         self.what = {"call": self.o["calls"][0], "pair": pair, "sizes": [3, 0, 17], "n": n, "k": k, "past": 2}
         self.what |= {"gap": 0, "layout": 0, "out": "bfloat16", "given": 1, "apart": 0, "offs64": False, "shift": 0}
-        self.what |= {"seed": self.o["seed"], "accumulate": False, "in_tiles": False, "column": False}
+        self.what |= {"seed": self.o["seed"], "accumulate": False, "in_tiles": False, "column": False, "slot": 12}
 
     def close(self) -> None:
         """Nothing outlives a site."""
@@ -99,8 +99,11 @@ class Site:
         if isinstance(t, torch.Tensor):
             return self.put(slot, t)
         if isinstance(t, GroupedColumns):
-            parts = {name: getattr(t, name) for name in ("data", "scale", "offs", "starts", "block_starts")}
-            return replace(t, **{name: self.put(slot + i, part) for i, (name, part) in enumerate(parts.items())})
+            parts: dict[str, Any] = {
+                name: getattr(t, name) for name in ("data", "scale", "offs", "starts", "block_starts")
+            }
+            parts = {name: self.put(slot + i, part) for i, (name, part) in enumerate(parts.items())}
+            return replace(t, **parts)
         scales = {"data": t.data, "scale": t.scale}
         if t.global_scale is not None:
             scales["global_scale"] = t.global_scale
@@ -119,11 +122,11 @@ class Site:
         """Rows, those of no group among them."""
         return sum(self.what["sizes"]) + int(self.what["past"])
 
-    def offs(self, slot: int | None) -> torch.Tensor:
-        """Where groups end, at a slot's address, or anywhere."""
+    def offs(self, slot: int) -> torch.Tensor:
+        """Where groups end, at a slot's address."""
         made = self.place.ends(self.ends)
         made = made.long() if self.what["offs64"] else made
-        return made if slot is None else self.put(slot, made)
+        return self.put(slot, made)
 
     def generator(self) -> torch.Generator:
         """A source of values, the same one until an operation draws others."""
@@ -131,7 +134,9 @@ class Site:
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Plain values in bfloat16, other ones for another shape."""
-        drawn_ = torch.randn(shape, device=self.place.device, generator=self.place.generator(self.what["seed"] + len(shape)))
+        drawn_ = torch.randn(
+            shape, device=self.place.device, generator=self.place.generator(self.what["seed"] + len(shape))
+        )
         return drawn_.bfloat16()
 
     def gapped(self, t: torch.Tensor) -> torch.Tensor:
@@ -145,7 +150,7 @@ class Site:
         if not self.what["given"]:
             return None
         wide = torch.full((*shape[:-1], shape[-1] + 16 * (self.what["given"] - 1)), torch.nan, device=self.place.device)
-        return self.put(12, wide.to(DTYPES[self.what["out"]])[..., : shape[-1]])
+        return self.put(self.what["slot"], wide.to(DTYPES[self.what["out"]])[..., : shape[-1]])
 
     # --- calls -------------------------------------------------------------------------------------------
 
@@ -179,7 +184,6 @@ def _product(site: Site, dense: bool) -> Made:
     layout, gap = "plain" if a_name == "BF16" else a_layout, 16 * what["gap"]
     globals_ = what["layout"]
     n, k = what["n"], what["k"]
-    offs = None if dense else site.offs(10)
     a = operands.activation(
         place, a_name, rows, k, generator, ends=ends, offs=place.ends(ends), layout=layout, gap=gap, globals_=globals_
     )
@@ -195,7 +199,7 @@ def _product(site: Site, dense: bool) -> Made:
         got = gemm(site.placed(0, operands.without_groups(a.given)), site.placed(4, weight), **how)
         want = gemm(operands.without_groups(a.plain), plain, out_dtype=dtype, backend=place.backend)
         return [got], [want]
-    got = grouped_gemm(site.placed(0, a.given), site.placed(4, weight), offs, **how)
+    got = grouped_gemm(site.placed(0, a.given), site.placed(4, weight), site.offs(10), **how)
     want = grouped_gemm(a.plain, plain, place.ends(ends), out_dtype=dtype, backend=place.backend)
     return [got[: ends[-1]]], [want[: ends[-1]]]
 
@@ -222,7 +226,7 @@ def _accumulated(site: Site, n: int, k: int, call: Callable[..., torch.Tensor], 
     dtype = torch.bfloat16 if what["out"] == "float16" else DTYPES[what["out"]]
     before, out = site.normal(len(what["sizes"]), n, k).to(dtype), None
     if what["given"]:
-        out = site.put(12, before)
+        out = site.put(what["slot"], before)
     got = call(*given, out=out, accumulate=accumulate, out_dtype=dtype, backend=site.place.backend)
     into = before.clone() if accumulate else None
     want = call(*fresh, out=into, accumulate=accumulate, out_dtype=dtype, backend=site.place.backend)
@@ -271,10 +275,8 @@ def _list(site: Site) -> Made:
         plain.append((operands.without_groups(a.plain), operands.dense(b.plain)))
         of_b = operands.dense(b.given)
         given.append((site.placed(5 * i, operands.without_groups(a.given)), site.placed(5 * i + 2, of_b)))
-    found = []
-    for problems in (given, plain):
-        found.append(grouped_gemm_list(*map(list, zip(*problems, strict=True)), backend=backend))  # type: ignore[arg-type]
-    return found[0], found[1]
+    a_given, b_given, a_plain, b_plain = (list(part) for both in (given, plain) for part in zip(*both, strict=True))
+    return grouped_gemm_list(a_given, b_given, backend=backend), grouped_gemm_list(a_plain, b_plain, backend=backend)
 
 
 def _moe(site: Site) -> Made:
@@ -344,7 +346,9 @@ def formats(site: Site, r: random.Random) -> None:
 
 def strides(site: Site, r: random.Random) -> None:
     """Gaps behind rows, scales in another layout, columns in place of rows."""
-    name, of = r.choice((("gap", (0, 1, 3)), ("layout", (0, 1)), ("in_tiles", (False, True)), ("column", (False, True))))
+    name, of = r.choice(
+        (("gap", (0, 1, 3)), ("layout", (0, 1)), ("in_tiles", (False, True)), ("column", (False, True)))
+    )
     site.what[name] = r.choice(of)
 
 
@@ -352,7 +356,7 @@ def outputs(site: Site, r: random.Random) -> None:
     """An output that is given or not, of other strides, of another type, added to."""
     site.what["given"] = r.choice((0, 1, 1, 2))
     site.what["out"] = r.choice(list(DTYPES))
-    site.what["accumulate"] = r.random() < 0.5
+    site.what["accumulate"], site.what["slot"] = r.random() < 0.5, r.choice((12, 13))
 
 
 def ends(site: Site, r: random.Random) -> None:

@@ -124,15 +124,20 @@ def functional(layer: Layer, r: random.Random) -> None:
 
 
 def in_flight(layer: Layer, r: random.Random) -> None:
-    """Two calls, the first one's backward pass last."""
-    calls = []
+    """Two calls, the first one's backward pass last; perhaps with other weights in the second one."""
+    if not layer.is_plain:
+        return
+    calls: list[tuple[Any, ...]] = []
     for _ in range(2):
         inputs = layer.inputs()
-        calls.append((layer.module(*inputs), inputs, layer.read(layer.module)))
-    for out, inputs, weights in reversed(calls):
-        if layer.is_plain:
-            want, _ = layer.results(layer.fresh(weights), inputs)
-            layer.same(layer.gradients(out, inputs, weights), want, "of two calls in flight")
+        calls.append((layer.module(*inputs), inputs, layer.read(layer.module), layer.snapshot()))
+        if len(calls) == 1 and not _saves_weights(layer) and r.random() < 0.6:
+            with torch.no_grad():
+                for name in layer.weights:
+                    getattr(layer.core, name).mul_(-1.5)
+    for out, inputs, weights, before in reversed(calls):
+        want, _ = layer.results(layer.fresh(before), inputs)
+        layer.same(layer.gradients(out, inputs, weights), want, "of two calls in flight")
 
 
 def written_in_between(layer: Layer, r: random.Random) -> None:
@@ -166,7 +171,7 @@ def _saves_weights(layer: Layer) -> bool:
 
 
 def backward_twice(layer: Layer, r: random.Random) -> None:
-    """retain_graph, and a write in between which changes nothing of it."""
+    """Twice through one graph, by retain_graph."""
     if not layer.is_plain:
         return
     inputs, weights, before = layer.inputs(), layer.read(layer.module), layer.snapshot()
@@ -252,7 +257,8 @@ def _gradients_elsewhere(layer: Layer, r: random.Random, queue: DelayedWgrad | N
 
 USES: dict[str, Operation] = {
     **table(twice, share=2.0),
-    **table(without_grad, functional, in_flight, written_in_between, backward_twice, share=1.2),
+    **table(functional, in_flight, written_in_between, share=2.0),
+    **table(without_grad, backward_twice),
     **table(checkpointed, autocast, inference_weights, main_grad, delayed, other_modes, share=0.7),
     **table(threads, share=0.3),
     **table(compiled, share=0.02),

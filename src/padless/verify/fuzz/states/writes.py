@@ -279,7 +279,8 @@ def averaged_model(layer: Layer, r: random.Random) -> None:
         with torch.no_grad():
             layer.parameter(r).mul_(-0.75)
         averaged.update_parameters(layer.module)
-        core_of(averaged.module).forget_codes()
+        if layer.core.keep_codes:
+            core_of(averaged.module).forget_codes()
     layer.check("of an average of models", averaged.module)
 
 
