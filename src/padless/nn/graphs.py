@@ -112,8 +112,8 @@ class Graphed:
         """The forward pass of both ways, gradients being off."""
         if self._facts != self._facts_now():
             raise ValueError(
-                "a parameter of layer, or its main_grad, is another tensor now, or its recipe another; capture the layer "
-                "again"
+                "a parameter of layer, or its main_grad, is another tensor now, or its recipe another one; capture the "
+                "layer again"
             )
         for mine, its in zip(self.inputs, inputs, strict=True):
             if mine is its:

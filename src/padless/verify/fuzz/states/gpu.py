@@ -1,4 +1,4 @@
-"""What layers meet on a GPU: CUDA graphs, by hand and by `padless.nn.graphed`, other streams, another device."""
+"""Operations on a GPU: CUDA graphs, by hand and by `padless.nn.graphed`, other streams, another device."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def graphed(layer: Layer, r: random.Random) -> None:
 
 def captured(layer: Layer, r: random.Random) -> None:
     """A step captured by hand: the weights are quantized when the graph runs, also where codes are kept."""
-    if not _is_trained(layer):
+    if not _is_trained(layer) or layer.device.index:  # it is captured on the current device
         return
     inputs = layer.inputs()
     side = torch.cuda.Stream()

@@ -250,7 +250,7 @@ def _experts(o: Options, **how: Any) -> nn.Module:
     return Experts(o["k"], o["n"], o["groups"], gate_up="concatenated" if o["n"] % 32 else o["gate_up"], **how)
 
 
-def _experts_inputs(layer: Layer, generator: torch.Generator) -> tuple[torch.Tensor | None, ...]:
+def experts_inputs(layer: Layer, generator: torch.Generator) -> tuple[torch.Tensor | None, ...]:
     """Tokens with ids that are no expert among theirs."""
     o, device, shape = layer.o, layer.device, (layer.rows, layer.o["top_k"])
     x = torch.randn((layer.rows, o["k"]), device=device, generator=generator)
@@ -269,16 +269,9 @@ def _moe_inputs(layer: Layer, generator: torch.Generator) -> tuple[torch.Tensor 
     return (torch.randn((layer.rows, layer.o["k"]), device=layer.device, generator=generator),)
 
 
-def _hub(o: Options, **how: Any) -> nn.Module:
-    from padless.verify.fuzz.states.hub import hub_experts
-
-    return hub_experts(o, **how)
-
-
 FAMILIES = {
-    "transformers": Family(_hub, lambda layer, generator: _experts_inputs(layer, generator)[:3]),
     "linear": Family(_linear, _linear_inputs),
-    "experts": Family(_experts, _experts_inputs),
+    "experts": Family(_experts, experts_inputs),
     "moe": Family(_moe, _moe_inputs),
 }
 
@@ -287,8 +280,3 @@ def experts_constants(draw: Draw) -> Options:
     """The same of experts."""
     more = {"gate_up": draw.one(("concatenated", "interleaved")), "top_k": draw.randint(1, 3)}
     return constants(draw) | more | {"shared": draw.maybe(0.3)}
-
-
-def layer_of(family: str, o: Options, place: Place) -> Layer:
-    """The layer of a problem's options."""
-    return Layer(FAMILIES[family], o, place)

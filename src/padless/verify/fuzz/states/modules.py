@@ -1,4 +1,4 @@
-"""What happens to a whole module: conversions, copies, parametrizations, settings, and new modules in its place."""
+"""Operations on a whole module: conversions, copies, parametrizations, settings, and new modules in its place."""
 
 from __future__ import annotations
 

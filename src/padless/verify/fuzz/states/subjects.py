@@ -7,6 +7,8 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+from torch import nn
+
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Draw, Options, Subject
 from padless.verify.fuzz.states import layers, sequence, sites
@@ -19,6 +21,17 @@ from padless.verify.fuzz.states.writes import WRITES
 
 _OF_LAYERS = WRITES | MODULES | USES | GPU | ALONE
 _OF_HUB = {name: one for name, one in _OF_LAYERS.items() if name not in ("delayed", "graphed", "compiled")}
+
+
+def _hub(o: Options, **how: Any) -> nn.Module:
+    from padless.verify.fuzz.states.hub import hub_experts
+
+    return hub_experts(o, **how)
+
+
+_FAMILIES = layers.FAMILIES | {
+    "transformers": layers.Family(_hub, lambda layer, generator: layers.experts_inputs(layer, generator)[:3])
+}
 
 
 def _of_layers(operations: Operations, draw: Draw, constants: Options) -> Options:
@@ -34,7 +47,7 @@ def _layer(
     operations: Operations = _OF_LAYERS,
     **where: Any,
 ) -> Subject:
-    compare = partial(sequence.judge, partial(layers.layer_of, family), operations)
+    compare = partial(sequence.judge, partial(layers.Layer, _FAMILIES[family]), operations)
     return Subject(constants, partial(_of_layers, operations), compare, share, variants, **where)
 
 

@@ -49,14 +49,10 @@ def optimizer_step(layer: Layer, r: random.Random) -> None:
     if not parameters:
         return
     name = r.choice(list(_OPTIMIZERS))
-    optimizer = layer.optimizers.get(name)
+    kind = f"{name} {parameters[0].dtype} {parameters[0].device}"  # what it keeps is of the parameters' type
+    optimizer = layer.optimizers.get(kind)
     if optimizer is None or [id(p) for p in optimizer.param_groups[0]["params"]] != [id(p) for p in parameters]:
-        optimizer = layer.optimizers[name] = _OPTIMIZERS[name](parameters)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros((), device=layer.device))]})
-    for state in optimizer.state.values():  # a parameter that was converted in between
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.dtype != parameters[0].dtype:
-                state[key] = value.to(parameters[0].dtype)
+        optimizer = layer.optimizers[kind] = _OPTIMIZERS[name](parameters)
     for parameter in parameters:
         parameter.grad = layer.values(parameter.detach(), r)
     optimizer.step()
