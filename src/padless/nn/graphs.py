@@ -141,7 +141,7 @@ class Graphed:
         return of_inputs
 
     def _facts_now(self) -> list[Any]:
-        """What the graphs were made of and no replay can follow."""
+        """Facts that the graphs were made of and that no replay can follow."""
         parameters = [owner.get(name) for owner, name in self._places]
         found: list[Any] = [(id(p), p.data_ptr()) for p in parameters if p is not None]
         found += [main.data_ptr() for p in self.parameters if (main := getattr(p, "main_grad", None)) is not None]

@@ -38,7 +38,7 @@ class HubExperts(nn.Module):
 
     @property
     def recipe(self) -> Recipe:
-        """What `padless.integrations.transformers.set_recipe` sets."""
+        """The recipe that `padless.integrations.transformers.set_recipe` sets."""
         return as_recipe(getattr(self, "padless_recipe", "fp8"))
 
     @recipe.setter
@@ -51,7 +51,7 @@ class HubExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """What transformers calls for the implementations "padless_train" and "padless"."""
+        """The forward of the implementation "padless_train", or of "padless"."""
         return (train_forward if self.trains else experts_forward)(self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -139,7 +139,7 @@ class Layer:
         return new
 
     def read(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """What a module's weights are, also where they are made of others."""
+        """Weights of a module, also where they are made of others."""
         return {name: attrgetter(name)(module) for name in self.names}
 
     def snapshot(self) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ def half_and_back(layer: Layer, r: random.Random) -> None:
 
 
 def applied(layer: Layer, r: random.Random) -> None:
-    """What .to and .cuda are made of, once or twice."""
+    """By _apply, of which .to and .cuda are made, once or twice."""
     factor = r.choice((-1.0, 0.5, 1.5))
     for _ in range(r.randint(1, 2)):
         layer.module._apply(lambda t: t * factor if t.is_floating_point() else t)
@@ -214,7 +214,7 @@ def keep_codes(layer: Layer, r: random.Random) -> None:
 
 
 def forget_codes(layer: Layer, r: random.Random) -> None:
-    """What has to be called needlessly as well."""
+    """A call that is not needed."""
     layer.core.forget_codes()
 
 

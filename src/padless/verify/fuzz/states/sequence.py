@@ -18,7 +18,7 @@ LONGEST = 12
 
 
 class State(Protocol):
-    """What operations change. check: compares its result with that of a fresh one; ``after`` says when that was."""
+    """The subject of operations. check: compares its result with that of a fresh one; ``after`` says when that was."""
 
     def check(self, after: str) -> None: ...
 

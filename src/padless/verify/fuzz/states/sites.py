@@ -123,7 +123,7 @@ class Site:
         return sum(self.what["sizes"]) + int(self.what["past"])
 
     def offs(self, slot: int) -> torch.Tensor:
-        """Where groups end, at a slot's address."""
+        """End rows of the groups at a slot's address."""
         made = self.place.ends(self.ends)
         made = made.long() if self.what["offs64"] else made
         return self.put(slot, made)
