@@ -34,6 +34,10 @@ FOUND = [
     "('optimizer_step', 846), ('in_flight', 935)])",
     "states.linear(recipe='bf16', keep_codes=False, dtype='float16', groups=3, n=272, k=144, rows=16, "
     "seed=1676691886, operations=[('data_strided', 155)])",
+    # kept codes: made in inference mode, and referred to weakly
+    "states.linear(recipe='fp8', keep_codes=True, dtype='float32', groups=2, n=32, k=48, rows=5, seed=5, "
+    "operations=[('without_grad', 0), ('without_grad', 1), ('without_grad', 2), ('without_grad', 3), "
+    "('without_grad', 4), ('without_grad', 5), ('swapped_tensors', 1), ('converted_by_swapping', 2)])",
 ]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,20 +47,12 @@ def drawn(call: str, number: int, **fixed: Any) -> Problem:
     return STATES[call].draw(call, Draw(f"test {call} {number}", "reference")).but(**fixed)
 
 
-def first_wrong(call: str, **fixed: Any) -> tuple[Problem, list[str]] | None:
+def must_be_found(call: str, **fixed: Any) -> None:
+    """A planted bug is to show in results, whatever raises besides."""
     for number in range(TRIES):
-        problem = drawn(call, number, **fixed)
-        if wrong := judged(problem, REFERENCE):
-            return problem, wrong
-    return None
-
-
-def must_be_found(call: str, **fixed: Any) -> Problem:
-    found = first_wrong(call, **fixed)
-    assert found is not None
-    problem, wrong = found
-    assert all(name.startswith(FRESH) for name in wrong)
-    return problem
+        if any(name.startswith(FRESH) for name in judged(drawn(call, number, **fixed), REFERENCE)):
+            return
+    raise AssertionError(f"nothing was found in {TRIES} sequences")
 
 
 # --- nothing is wrong ------------------------------------------------------------------------------------
@@ -263,7 +259,7 @@ def remembering(right: Callable[..., Any], without: str) -> Callable[..., Any]:
 @pytest.mark.parametrize("without", ["strides", "dtype", "output", "shape"])
 def test_forgetful_launches_are_found(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sites, "grouped_gemm", remembering(sites.grouped_gemm, without))
-    assert first_wrong("states.call", calls=["plain"] * 3, n=[64, 96], k=[64, 64]) is not None
+    must_be_found("states.call", calls=["plain"] * 3, n=[64, 96], k=[64, 64])
 
 
 def test_launches_by_all_facts_are_right(monkeypatch: pytest.MonkeyPatch) -> None:

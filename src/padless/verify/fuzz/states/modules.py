@@ -49,7 +49,6 @@ def converted_by_swapping(layer: Layer, r: random.Random) -> None:
         return
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
-    layer.uncounted()
     try:
         if r.random() < 0.5:
             layer.module._apply(lambda t: t * -1)

@@ -41,6 +41,9 @@ def twice(layer: Layer, r: random.Random) -> None:
 
 def without_grad(layer: Layer, r: random.Random) -> None:
     """Under no_grad or inference_mode, beside a fresh module there."""
+    if r.random() < 0.5:
+        with torch.no_grad():
+            layer.parameter(r).mul_(-1)
     with r.choice((torch.no_grad, torch.inference_mode))():
         layer.check("within without_grad")
 

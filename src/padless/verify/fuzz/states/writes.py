@@ -283,7 +283,6 @@ def averaged_model(layer: Layer, r: random.Random) -> None:
 def swapped_tensors(layer: Layer, r: random.Random) -> None:
     """torch.utils.swap_tensors, for which nothing may refer to a parameter weakly."""
     parameter = layer.parameter(r)
-    layer.uncounted()
     torch.utils.swap_tensors(parameter, nn.Parameter(layer.values(parameter.detach(), r), parameter.requires_grad))
     layer.uncounted()
 
