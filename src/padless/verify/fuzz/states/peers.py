@@ -34,7 +34,7 @@ def _alone() -> Any:
 def collective_of_one(layer: Layer, r: random.Random) -> None:
     """A collective of a group of one process, which copies into the parameter."""
     parameter = layer.parameter(r)
-    if not parameter.is_contiguous():
+    if parameter.dim() == 0 or not parameter.is_contiguous():
         return
     target = parameter if r.random() < 0.5 else parameter.detach()
     with torch.no_grad():
@@ -83,7 +83,7 @@ def _take_part(group: Any, name: str, t: torch.Tensor, rank: int) -> None:
 def collective_of_two(layer: Layer, r: random.Random) -> None:
     """broadcast, all_reduce or recv into a parameter, or into what was detached from it."""
     parameter = layer.parameter(r)
-    if not parameter.is_contiguous():
+    if parameter.dim() == 0 or not parameter.is_contiguous():
         return
     process, group = _peer()
     assert process.stdin is not None
