@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 
 from padless.nn import DelayedWgrad, Experts, GroupedLinear, MoE, graphed, graphs
-from padless.nn.graphs import Graphed, Recorded, Results
+from padless.nn.graphs import Graphed
 from padless.verify.training import graphs as verified
 from support import training_layer
+from support.replays import again
 from support.training_layer import Layer, module
 
 WEIGHTS = ("w13", "w2")
@@ -20,19 +20,6 @@ WEIGHTS = ("w13", "w2")
 
 def layer(tokens: int = 30, seed: int = 0) -> Layer:
     return training_layer.layer(tokens=tokens, hidden=64, intermediate=48, seed=seed)
-
-
-def again(work: Callable[[], Results], pool: Any) -> Recorded:
-    """What a graph does: the work's results are tensors that a replay writes."""
-    results = work()
-
-    def replay() -> None:
-        with torch.no_grad():
-            for mine, its in zip(results, work(), strict=True):
-                if mine is not None and its is not None:
-                    mine.view(torch.uint8).copy_(its.view(torch.uint8))
-
-    return Recorded(replay, results)
 
 
 @pytest.fixture(autouse=True)
@@ -267,3 +254,20 @@ def test_the_check_of_verify_finds_stale_codes(monkeypatch: pytest.MonkeyPatch) 
 def test_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     verified.check_graphed_layer()
+
+
+def test_another_parameter_or_recipe_is_refused() -> None:
+    """Also of a weight that takes no gradient: no graph reads it."""
+    for number in range(4):
+        experts = module(layer(), "fp8", dtype=torch.float32)
+        experts.w2.requires_grad_(False)
+        graph, weight = Graphed(experts, inputs(layer(seed=9))), (experts.w13, experts.w2)[number % 2]
+        step(graph, experts, layer(seed=1))
+        if number < 2:
+            setattr(experts, WEIGHTS[number], torch.nn.Parameter(weight.detach() * 2, weight.requires_grad))
+        elif number == 2:
+            weight.data = weight.data * 2
+        else:
+            experts.recipe = "fp8_1d1d"
+        with pytest.raises(ValueError, match="capture the layer again"):
+            graph(*inputs(layer(seed=2)))

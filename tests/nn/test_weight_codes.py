@@ -280,12 +280,15 @@ def test_kept_codes_follow_the_rest_where_they_are_told(change: Change) -> None:
 @pytest.mark.parametrize("change", [by_an_optimizer, in_place, by_a_state, by_another_parameter])
 def test_kept_codes_that_are_stale_are_seen(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with a layer that never looks."""
-    monkeypatch.setattr(weight_codes, "facts_of", lambda weight, recipe: ())
+    right = WeightCodes.of
+
+    def stale(self: WeightCodes, *arguments: Any) -> Any:
+        return right(self, *arguments) if self._operands is None else self._operands
+
+    monkeypatch.setattr(WeightCodes, "of", stale)
     monkeypatch.setattr(WeightCodes, "forget", lambda self: None)
     experts = module(layer(tokens=30), "fp8", keep_codes=True)
     outputs(experts)
-    monkeypatch.setattr(experts._codes["w13"], "_parameter", lambda: experts.w13)
-    monkeypatch.setattr(experts._codes["w2"], "_parameter", lambda: experts.w2)
     change(experts)
     assert not is_fresh(experts)
 
@@ -366,6 +369,25 @@ def test_weights_of_inference_mode_are_quantized_every_time(made: list[bool]) ->
         linear.weight.mul_(2)
         assert torch.equal(linear(x, offs), first * 2)
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+def test_codes_that_were_made_in_inference_mode_train(name: str) -> None:
+    experts = module(layer(tokens=30), name, keep_codes=True)
+    problem = layer(tokens=30)
+    with torch.inference_mode():
+        experts(problem.x, problem.index, problem.prob)
+    assert is_fresh(experts)
+
+
+def test_parameters_may_be_swapped_while_codes_are_kept() -> None:
+    """torch refuses to swap a tensor that something refers to weakly."""
+    grouped, offs = GroupedLinear(2, 32, 48, keep_codes=True), torch.tensor([2, 5], dtype=torch.int32)
+    x = torch.randn(5, 32)
+    first = grouped(x, offs).detach()
+    torch.utils.swap_tensors(grouped.weight, nn.Parameter(-grouped.weight.detach()))
+    grouped.forget_codes()
+    assert torch.equal(grouped(x, offs), -first)
 
 
 def test_moving_a_layer_makes_new_codes() -> None:

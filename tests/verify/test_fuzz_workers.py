@@ -106,6 +106,14 @@ def test_the_records_that_were_kept() -> None:
         assert record["wrong"] == record["ended"] == []
 
 
+def test_a_worker_draws_sequences() -> None:
+    task = worker.Task(0, 7, "reference", 1e12, 6, ("states.call",), states=True)
+    total, started = told(task)
+    assert total.done == {"states.call": 6}
+    assert total.wrong == []
+    assert told(task)[1] == started
+
+
 @pytest.mark.parametrize(("visible", "names"), [(None, ["0", "1", "2"]), ("4,GPU-a7, 6", ["4", "GPU-a7", "6"])])
 def test_workers_are_spread_over_gpus(visible: str | None, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[int, str] = {}
@@ -143,6 +151,8 @@ def test_workers_are_spread_over_gpus(visible: str | None, names: list[str], mon
     tasks = [worker.Task(i, 0, "cuda", 0.0, 0, gpu=1) for i in range(7)]
     run._supervise(tasks, run._gpus(), "", lambda line: None, 0.0)
     assert seen == {i: f"{names[(i - 1) % 3]},{names[i % 3]}" for i in range(7)}, "the last one is worked on"
+    run._supervise([replace(task, gpu=0, states=True) for task in tasks], run._gpus(), "", lambda line: None, 0.0)
+    assert seen == {i: ",".join(names[i % 3 :] + names[: i % 3]) for i in range(7)}
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
 
 
@@ -180,6 +190,8 @@ def hashable(options: dict[str, Any]) -> dict[str, Any]:
         (["--repeat", "gemm"], "problem is 'gemm'"),
         (["--repeat", "gem(a=1)"], "problem is of 'gem'"),
         (["--backend", "cpu"], "backend is 'cpu'"),
+        (["--states", "--call", "gemm"], "call is 'gemm'; allowed: states.linear"),
+        (["--states", "--backend", "emulator"], "sequences of operations run on 'cuda' and 'reference'"),
     ],
 )
 def test_bad_options_get_a_sentence(options: list[str], message: str) -> None:

@@ -171,10 +171,14 @@ def fuzz(
     other_gpu: Annotated[
         bool, typer.Option("--other-gpu", help="Tensors on a second GPU while the first is current.")
     ] = False,
+    states: Annotated[
+        bool,
+        typer.Option("--states", help="Instead: sequences of operations on modules and call sites, by fresh ones."),
+    ] = False,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}
-    options["other_gpu"] = other_gpu
+    options |= {"other_gpu": other_gpu, "states": states}
     call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, **options)
 
 

@@ -78,7 +78,10 @@ class Graphed:
     def __init__(self, layer: nn.Module, sample: Sequence[torch.Tensor]) -> None:
         self.layer = layer
         self.parameters = [p for p in layer.parameters() if p.requires_grad]
-        self._addresses = self._addresses_now()
+        self._parts = [part for part in layer.modules() if isinstance(part, QuantizedModule)]
+        self._places = [(part._parameters, name) for part in layer.modules() for name in part._parameters]
+        self._captured = [owner[name] for owner, name in self._places]  # alive, so that no other has an id of theirs
+        self._facts = self._facts_now()
         self._leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in sample]
         self.inputs = tuple(t.detach() for t in self._leaves)
         self._needs = [t.requires_grad for t in sample]
@@ -93,8 +96,7 @@ class Graphed:
     def _capture(self, keys: Sequence[bool]) -> None:
         on_gpu = self._leaves[0].is_cuda
         place = Place(torch.cuda.graph_pool_handle(), torch.cuda.Stream()) if on_gpu else None
-        layers = [part for part in self.layer.modules() if isinstance(part, QuantizedModule)]
-        self._codes = [_Codes(part, name, place) for part in layers if part.keep_codes for name in part._codes]
+        self._codes = [_Codes(part, name, place) for part in self._parts if part.keep_codes for name in part._codes]
         self._forward = record(self._run_forward, place)
         out = self._forward.results[0]
         assert out is not None
@@ -118,8 +120,11 @@ class Graphed:
 
     def replay_forward(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The forward pass of both ways, gradients being off."""
-        if self._addresses != self._addresses_now():
-            raise ValueError("a parameter of layer, or its main_grad, is another tensor now; capture the layer again")
+        if self._facts != self._facts_now():
+            raise ValueError(
+                "a parameter of layer, or its main_grad, is another tensor now, or its recipe another one; capture the "
+                "layer again"
+            )
         for mine, its in zip(self.inputs, inputs, strict=True):
             if mine is its:
                 continue
@@ -145,9 +150,12 @@ class Graphed:
                 p.grad = gradient if p.grad is None else p.grad.add_(gradient)
         return of_inputs
 
-    def _addresses_now(self) -> list[int]:
-        found = [p.data_ptr() for p in self.parameters]
-        return found + [main.data_ptr() for p in self.parameters if (main := getattr(p, "main_grad", None)) is not None]
+    def _facts_now(self) -> list[Any]:
+        """Facts that the graphs were made of and that no replay can follow."""
+        parameters = [owner.get(name) for owner, name in self._places]
+        found: list[Any] = [(id(p), p.data_ptr()) for p in parameters if p is not None]
+        found += [main.data_ptr() for p in self.parameters if (main := getattr(p, "main_grad", None)) is not None]
+        return found + [part.recipe for part in self._parts]
 
     def _warm_up(self, keys: Sequence[bool]) -> None:
         """Runs both passes, so that everything is compiled and loaded."""

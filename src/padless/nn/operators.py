@@ -119,7 +119,7 @@ def _bf16_grouped_gemm(
     wide = _wide(a.dtype)
     for group, (start, end) in enumerate(rows.spans(offs, a.shape[0])):
         if start < end:
-            b = w[group].to(wide)
+            b = w[group].to(wide).contiguous()  # the order in which torch adds up depends on strides
             out[start:end] = (a[start:end].to(wide) @ (b if transposed else b.T)).to(out.dtype)
     return out
 

@@ -7,7 +7,6 @@ Whether a weight is what it was cannot be known in general: collectives, DLPack,
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,8 @@ class WeightCodes:
     def __init__(self) -> None:
         self.pinned: WeightOperands | None = None
         self.forgotten = 0
-        self._parameter: weakref.ref[torch.Tensor] | None = None
+        # Not held weakly: torch swaps no tensor that has weak references.
+        self._parameter: torch.nn.Parameter | None = None
         self._facts: tuple[Any, ...] | None = None
         self._operands: WeightOperands | None = None
 
@@ -84,18 +84,19 @@ class WeightCodes:
         """Operands of a weight: those of the last call where nothing that is looked at changed.
 
         parameter: the layer's attribute; weight: this rank's part of it, or the same tensor. While torch.compile traces,
-        and while a CUDA graph is captured, operands are made every time: the graph is to quantize when it runs.
+        and while a CUDA graph is captured, operands are made every time: the graph is to quantize when it runs. So they
+        are of a tensor that is no parameter, such as a parametrized weight: every call has another one.
         """
-        if is_traced(weight) or is_capturing(weight):
+        if not isinstance(parameter, torch.nn.Parameter) or is_traced(weight) or is_capturing(weight):
             return weight_operands(weight, recipe)
         facts = facts_of(weight, recipe)
-        same = self._parameter is not None and self._parameter() is parameter
-        if facts is None or not same or facts != self._facts:
-            self._operands = None  # its memory is free for the new one
-            self._operands = weight_operands(weight, recipe)
-            self._parameter, self._facts = weakref.ref(parameter), facts
-        assert self._operands is not None
-        return self._operands
+        found = self._operands
+        if found is None or facts is None or self._parameter is not parameter or facts != self._facts:
+            found = self._operands = None  # its memory is free for the new one
+            with torch.inference_mode(False):  # what is made in inference mode cannot be saved for a backward pass
+                found = self._operands = weight_operands(weight, recipe)
+            self._parameter, self._facts = parameter, facts
+        return found
 
     def forget(self) -> None:
         """Leaves the operands that were made: the next call makes new ones."""

@@ -6,14 +6,8 @@ What is left open, such as few rows or many, is worth another compilation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from padless.formats import FORMAT_BY_NAME
-from padless.verify.fuzz.problem import Options
-
-Kind = tuple[Any, ...]
-KindOf = Callable[[Options], Kind]
+from padless.verify.fuzz.problem import Kind, Options
 
 
 def _number(value: int) -> int:

@@ -64,7 +64,8 @@ class Judge:
         for problem, name in self._known:
             found.setdefault(problem, []).append(name)
         if self._flags:
-            for wrong, (problem, name) in zip(torch.stack(self._flags).tolist(), self._names, strict=True):
+            flags = [flag.to(self._flags[0].device) for flag in self._flags]  # sequences use several GPUs
+            for wrong, (problem, name) in zip(torch.stack(flags).tolist(), self._names, strict=True):
                 if wrong:
                     found.setdefault(problem, []).append(name)
         self._names, self._flags, self._known = [], [], []

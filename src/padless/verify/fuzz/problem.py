@@ -1,18 +1,24 @@
-"""A random problem as text that can be read back: a call and its options, all of them literals."""
+"""Random problems as text that can be read back, a call and its options, all of them literals; how they are drawn."""
 
 from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from padless.runtime.choices import BackendName
+from padless.verify.fuzz.place import Place
+
+EVERYWHERE = ("reference", "sm_90a", "sm_100a")
+_TRIES = 256  # draws of a problem of one kind, the rarest of which is one in a hundred
 
 Options = dict[str, Any]
+Kind = tuple[Any, ...]
+KindOf = Callable[[Options], Kind]
 Choice = TypeVar("Choice")
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
@@ -105,3 +111,48 @@ class Draw(random.Random):
         """End offsets that are no partition: descending, negative, past M, extreme."""
         wild = (-1, -(2**31), 2**31 - 1, rows + 1, rows + 1000, -rows, 2**30)
         return [self.one(wild) if self.maybe(0.4) else self.randint(0, max(rows, 1)) for _ in range(groups)]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Common part of a worker's problems of a call, so that one compilation serves many of them."""
+
+    constants: Options
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One call.
+
+    constants: draws what kernels are compiled for. rest: draws the other options, given those.
+    judge: makes the call and says what is wrong to the place's judge; a ValueError means that the call was refused.
+    share: how many problems out of all subjects' sum.
+    variants: how many draws of constants a worker has, so that compiling does not take its time.
+    kernels: architectures whose kernels make the call, with "reference" for torch on a CPU.
+    emulated: whether the emulator has something to do with it.
+    kind: of a problem's options; see `padless.verify.fuzz.kinds`.
+    """
+
+    constants: Callable[[Draw], Options]
+    rest: Callable[[Draw, Options], Options]
+    judge: Callable[[Options, Place], None]
+    share: int
+    variants: int
+    kernels: tuple[str, ...] = EVERYWHERE
+    emulated: bool = False
+    kind: KindOf = lambda options: ()
+
+    def draw(self, name: str, draw: Draw, model: Model | None = None) -> Problem:
+        """A problem: any, or one as the model's."""
+        fixed = self.constants(draw) if model is None else model.constants
+        options = fixed | self.rest(draw, fixed)
+        for _ in range(0 if model is None else _TRIES):
+            if model is None or self.kind(options) == model.kind:
+                break
+            options = fixed | self.rest(draw, fixed)
+        return Problem(name, options)
+
+    def model(self, draw: Draw) -> Model:
+        fixed = self.constants(draw)
+        return Model(fixed, self.kind(fixed | self.rest(draw, fixed)))

@@ -37,6 +37,7 @@ def run_fuzz(
     repeat: str | None = None,
     calls: list[str] | None = None,
     other_gpu: bool = False,
+    states: bool = False,
     show: Callable[[str], None] = print,
 ) -> int:
     """Draws and judges random problems until the time or the number is over, whichever is first.
@@ -51,13 +52,14 @@ def run_fuzz(
         repeat: a problem as text: only this one is judged.
         calls: only these calls.
         other_gpu: tensors are on a second GPU of the process while the first is current, which must stay so.
+        states: sequences of operations on modules and call sites, not single calls.
 
     Returns 0 when nothing was wrong, else 1. Raises ValueError for what is not possible here.
     """
     backend = backend or _default_backend()
     if repeat is not None:
         return _repeat(Problem.parse(repeat), backend, int(other_gpu), show)
-    _check(minutes, problems, workers, calls, backend)
+    _check(minutes, problems, workers, calls, backend, states)
     if minutes is None and problems is None:
         minutes = 1.0
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
@@ -70,7 +72,7 @@ def run_fuzz(
     if other_gpu and len(gpus) < 2:
         raise ValueError(f"other_gpu is True, which takes two GPUs, and there are {len(gpus)}; leave it out")
     gpu, of = int(other_gpu), tuple(calls or ())
-    tasks = [Task(i, seed, backend, deadline, shares[i], of, workers, gpu) for i in range(workers)]
+    tasks = [Task(i, seed, backend, deadline, shares[i], of, workers, gpu, states) for i in range(workers)]
     on = f" on {len(gpus)} GPUs" if len(gpus) > 1 else ""
     options = f"--backend {backend}{' --other-gpu' if other_gpu else ''}"
     show(f"padless fuzz: {backend}, {workers} workers{on}, seed {seed}")
@@ -102,21 +104,30 @@ def _gpus() -> list[str]:
 
 
 def _check(
-    minutes: float | None, problems: int | None, workers: int | None, calls: list[str] | None, backend: BackendName
+    minutes: float | None,
+    problems: int | None,
+    workers: int | None,
+    calls: list[str] | None,
+    backend: BackendName,
+    states: bool,
 ) -> None:
     from padless.runtime.devices import NAMES, backends
+    from padless.verify.fuzz.states.subjects import STATES
     from padless.verify.fuzz.subjects import SUBJECTS
 
+    subjects = STATES if states else SUBJECTS
     if minutes is not None and not minutes > 0:
         raise ValueError(f"minutes is {minutes}; it must be positive")
     for name, value in (("problems", problems), ("workers", workers)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be 1 or more")
     for call in calls or ():
-        if call not in SUBJECTS:
-            raise ValueError(f"call is {call!r}; allowed: {', '.join(SUBJECTS)}")
+        if call not in subjects:
+            raise ValueError(f"call is {call!r}; allowed: {', '.join(subjects)}")
     if backend not in NAMES:
         raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, NAMES))}")
+    if states and backend.startswith("emulator"):
+        raise ValueError(f"backend is {backend!r}; sequences of operations run on 'cuda' and 'reference'")
     if not (found := backends()[backend]).available:
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
 
@@ -134,7 +145,8 @@ def _supervise(
 ) -> tuple[Tally, list[dict[str, Any]]]:
     """What all workers did, and those that ended before their time with the batch that they were at.
 
-    gpus: names of those that workers are spread over; each sees its own only, behind the others that it is to see.
+    gpus: names of those that workers are spread over; each sees its own only, behind the others that it is to see, or
+        with states its own first.
     options: of the command line that repeats a problem.
     """
     context = get_context("spawn")
@@ -148,8 +160,11 @@ def _supervise(
         for task in tasks:
             mine, theirs = context.Pipe(duplex=False)
             if gpus:
-                seen = range(task.worker - task.gpu, task.worker + 1)
-                os.environ[_VISIBLE] = ",".join(gpus[i % len(gpus)] for i in seen)
+                first = task.worker % len(gpus)
+                others = (
+                    gpus[first:] + gpus[:first] if task.states else [gpus[first - i] for i in range(task.gpu, -1, -1)]
+                )
+                os.environ[_VISIBLE] = ",".join(others)
             process = context.Process(target=run_process, args=(task, theirs), daemon=True)
             process.start()
             theirs.close()

@@ -34,7 +34,7 @@ _KEPT = ("seed", "beside", "call", "module", "top_k", "m_aligned")
 
 def _smaller(options: Options) -> Iterator[Options]:
     """Simpler options, the largest steps first."""
-    for name, value in options.items():
+    for name, value in sorted(options.items(), key=lambda option: option[0] != "operations"):
         if name in _KEPT:
             continue
         if name in _SIMPLE:
@@ -64,6 +64,9 @@ def _smaller_list(name: str, value: list[Any], options: Options) -> Iterator[Opt
         return
     if name == "alignments":
         return
+    if len(value) > 3:
+        middle = len(value) // 2
+        yield from ({name: part} for part in (value[middle:], value[:middle]) if name == "operations")
     if len(value) > 1:
         for i in range(len(value)):
             shorter: Options = {name: value[:i] + value[i + 1 :]}

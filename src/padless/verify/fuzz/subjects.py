@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from padless.runtime.choices import BackendName
 from padless.verify.bf16 import fuzz as plain
 from padless.verify.fuzz import epilogues, kinds, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
-from padless.verify.fuzz.problem import Draw, Options, Problem
-
-EVERYWHERE = ("reference", "sm_90a", "sm_100a")
-_TRIES = 256  # draws of a problem of one kind, the rarest of which is one in a hundred
-
-
-@dataclass(frozen=True)
-class Model:
-    """Common part of a worker's problems of a call, so that one compilation serves many of them."""
-
-    constants: Options
-    kind: kinds.Kind
-
-
-@dataclass(frozen=True)
-class Subject:
-    """One call.
-
-    constants: draws what kernels are compiled for. rest: draws the other options, given those.
-    judge: makes the call and says what is wrong to the place's judge; a ValueError means that the call was refused.
-    share: how many problems out of all subjects' sum.
-    variants: how many draws of constants a worker has, so that compiling does not take its time.
-    kernels: architectures whose kernels make the call, with "reference" for torch on a CPU.
-    emulated: whether the emulator has something to do with it.
-    kind: of a problem's options; see `padless.verify.fuzz.kinds`.
-    """
-
-    constants: Callable[[Draw], Options]
-    rest: Callable[[Draw, Options], Options]
-    judge: Callable[[Options, Place], None]
-    share: int
-    variants: int
-    kernels: tuple[str, ...] = EVERYWHERE
-    emulated: bool = False
-    kind: kinds.KindOf = lambda options: ()
-
-    def draw(self, name: str, draw: Draw, model: Model | None = None) -> Problem:
-        """A problem: any, or one as the model's."""
-        fixed = self.constants(draw) if model is None else model.constants
-        options = fixed | self.rest(draw, fixed)
-        for _ in range(0 if model is None else _TRIES):
-            if model is None or self.kind(options) == model.kind:
-                break
-            options = fixed | self.rest(draw, fixed)
-        return Problem(name, options)
-
-    def model(self, draw: Draw) -> Model:
-        fixed = self.constants(draw)
-        return Model(fixed, self.kind(fixed | self.rest(draw, fixed)))
-
+from padless.verify.fuzz.problem import Problem, Subject
+from padless.verify.fuzz.states.subjects import STATES
 
 _QUANT = partial(epilogues.constants, (None,))
 _SWIGLU = partial(epilogues.constants, ("interleaved", "concatenated"))
@@ -135,11 +85,12 @@ SUBJECTS: dict[str, Subject] = {
 }
 
 
-def subjects_of(backend: BackendName, arch: str) -> dict[str, Subject]:
-    """The calls that there are for a backend, whose kernels are ``arch``'s."""
+def subjects_of(backend: BackendName, arch: str, states: bool = False) -> dict[str, Subject]:
+    """The calls, or the sequences of operations, that there are for a backend, whose kernels are ``arch``'s."""
     where = "reference" if backend == "reference" else arch
     emulator = backend.startswith("emulator")
-    return {name: s for name, s in SUBJECTS.items() if where in s.kernels and (s.emulated or not emulator)}
+    every = STATES if states else SUBJECTS
+    return {name: s for name, s in every.items() if where in s.kernels and (s.emulated or not emulator)}
 
 
 def judged(problem: Problem, place: Place) -> list[str]:
@@ -148,10 +99,11 @@ def judged(problem: Problem, place: Place) -> list[str]:
     A call that is refused with a ValueError has nothing wrong, but with the reference, which refuses none.
     """
     place.judge.problem = 0
-    if problem.call not in SUBJECTS:
-        raise ValueError(f"problem is of {problem.call!r}; allowed: {', '.join(SUBJECTS)}")
+    subjects = SUBJECTS | STATES
+    if problem.call not in subjects:
+        raise ValueError(f"problem is of {problem.call!r}; allowed: {', '.join(subjects)}")
     try:
-        SUBJECTS[problem.call].judge(problem.options, place)
+        subjects[problem.call].judge(problem.options, place)
     except Exception as error:
         place.judge.verdicts()
         if isinstance(error, ValueError) and place.has_kernels:

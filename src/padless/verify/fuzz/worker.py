@@ -17,9 +17,9 @@ import torch
 from padless.runtime.choices import BackendName
 from padless.runtime.shared_cache import alone
 from padless.verify.fuzz.place import Place, place_of, reserve
-from padless.verify.fuzz.problem import Draw, Problem
+from padless.verify.fuzz.problem import Draw, Model, Problem, Subject
 from padless.verify.fuzz.shrink import shrunk
-from padless.verify.fuzz.subjects import Model, Subject, subjects_of
+from padless.verify.fuzz.subjects import subjects_of
 from padless.verify.invariance import settings_of
 
 BATCH = {"cuda": 48, "reference": 16, "emulator": 1}
@@ -34,7 +34,7 @@ class Task:
     """A worker's share. ``deadline``: time.time() at which it stops; ``problems``: after so many, 0 for no limit.
 
     workers: how many there are, which share kits; see ``problems_of``. gpu: the index of the one that tensors are on;
-    the first is current.
+    the first is current. states: sequences of operations, not single calls.
     """
 
     worker: int
@@ -45,6 +45,7 @@ class Task:
     calls: tuple[str, ...] = ()
     workers: int = 1
     gpu: int = 0
+    states: bool = False
 
 
 @dataclass
@@ -180,7 +181,7 @@ def work(task: Task, tell: Callable[[tuple[str, Any]], None]) -> None:
         _compile_once()
     place = place_of(task.backend, task.gpu)
     reserve(place)
-    subjects = subjects_of(task.backend, place.arch)
+    subjects = subjects_of(task.backend, place.arch, task.states)
     if task.calls:
         subjects = {name: s for name, s in subjects.items() if name in task.calls}
     with settings_of(task.backend):

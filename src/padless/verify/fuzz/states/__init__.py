@@ -1,0 +1,1 @@
+"""Random sequences of operations on modules and call sites, compared with fresh ones: ``padless fuzz --states``."""
