@@ -74,9 +74,8 @@ class WeightCodes:
     def __init__(self) -> None:
         self.pinned: WeightOperands | None = None
         self.forgotten = 0
-        self._parameter: torch.nn.Parameter | None = (
-            None  # not weakly, since torch swaps no tensor that has weak references
-        )
+        # Not weakly: torch swaps no tensor that has weak references.
+        self._parameter: torch.Tensor | None = None
         self._facts: tuple[Any, ...] | None = None
         self._operands: WeightOperands | None = None
 
