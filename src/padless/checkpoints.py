@@ -47,7 +47,7 @@ from padless.formats import (
     ceil_div,
 )
 from padless.gradients import refuse_gradients
-from padless.layouts import from_blocked, to_row_padded
+from padless.layouts import from_blocked
 from padless.row_groups import checked_equal, is_readable
 from padless.runtime.weight_index import check_complete, index_of, indexed_files
 
@@ -158,13 +158,13 @@ def _fp4(
 
 
 def _plain(scale: torch.Tensor, data: torch.Tensor, fmt: BlockScaledFormat) -> torch.Tensor:
-    """Scales in their logical shape, row-padded; tiles are told by their shape, (32 a tile row, 16 a tile column) or
+    """Scales in their logical shape; tiles are told by their shape, (32 a tile row, 16 a tile column) or
     flat.
     """
     *batch, rows, stored = data.shape
     columns = ceil_div(stored * fmt.codes_per_byte, fmt.block_k)
     if tuple(scale.shape) == (*batch, rows, columns):
-        return to_row_padded(scale)
+        return scale.contiguous()
     size = blocked_size(rows, columns)
     groups = batch[0] if batch else 1
     tall, wide = 32 * ceil_div(rows, 128), 16 * ceil_div(columns, 4)
@@ -175,7 +175,7 @@ def _plain(scale: torch.Tensor, data: torch.Tensor, fmt: BlockScaledFormat) -> t
             f"{allowed[1]}, got {tuple(scale.shape)}"
         )
     tiles = scale.contiguous().view(groups, size)
-    return to_row_padded(from_blocked(tiles, rows, columns).view(*batch, rows, columns))
+    return from_blocked(tiles, rows, columns).view(*batch, rows, columns)
 
 
 # --- weights put together --------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def _join(
     fmt = weights[0].format
     data = how([t.data.view(torch.uint8) for t in weights]).view(fmt.data_dtype)
     scale = how([t.scale.view(torch.uint8) for t in weights]).view(fmt.scale_dtype)
-    return BlockScaledTensor(data, scale if fmt == FP8_BLOCK else to_row_padded(scale), fmt, global_scale)
+    return BlockScaledTensor(data, scale, fmt, global_scale)
 
 
 # --- files -----------------------------------------------------------------------------------------------

@@ -31,9 +31,6 @@ TILE_BYTES = TILE_ROWS * TILE_COLUMNS
 # MN-major scales start every column on a 16-byte boundary: four float32.
 MN_MAJOR_ALIGNMENT = 4
 
-# One-byte scales of weights start every row on a 16-byte boundary.
-SCALE_ROW_ALIGNMENT = 16
-
 
 def ceil_div(value: int, divisor: int) -> int:
     """Smallest integer not below value / divisor."""
@@ -116,18 +113,6 @@ def is_mn_major(scale: torch.Tensor) -> bool:
     return (rows <= 1 or scale.stride(0) == 1) and scale.stride(1) == ld and columns > 0
 
 
-def is_row_padded(scale: torch.Tensor) -> bool:
-    """Whether one-byte (.., rows, columns) scales have strides (rows * ld, ld, 1), ld = columns rounded up to 16."""
-    step = round_up(scale.shape[-1], SCALE_ROW_ALIGNMENT)
-    if scale.element_size() != 1 or (scale.shape[-1] > 1 and scale.stride(-1) != 1):
-        return False
-    for dim in range(scale.dim() - 2, -1, -1):
-        if scale.shape[dim] > 1 and scale.stride(dim) != step:
-            return False
-        step *= scale.shape[dim]
-    return True
-
-
 def blocked_size(rows: int, columns: int) -> int:
     """Bytes of a (rows, columns) scale in 32x4x4 tiles: 512 for every started 128 rows x 4 columns."""
     return TILE_BYTES * ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
@@ -141,8 +126,7 @@ class BlockScaledTensor:
         last size is K / 2, code 2i in the low and code 2i + 1 in the high half of byte i.
     scale: dtype format.scale_dtype. Activations: (M, ceil(K / block_k)), contiguous or, if float32, MN-major
         (strides (1, ld), ld = M rounded up to 4, at least 4). Weights: (.., ceil(N / block_n),
-        ceil(K / block_k)), contiguous or, if of one byte, row-padded (strides (N * ld, ld, 1), ld = ceil(K / block_k)
-        rounded up to 16, zero bytes between the rows), which kernels read without a copy and `padless.quantize` makes.
+        ceil(K / block_k)), contiguous.
     global_scale: float32, for formats that have one: one value, or (G,) for G groups of rows or of weights.
     scale_layout: "plain" for the shapes above. For one-byte scales of R rows and C columns also "blocked":
         (blocked_size(R, C),), or (G, blocked_size(N, C)) for 3-D data; and, for activations,
@@ -227,15 +211,11 @@ class BlockScaledTensor:
         return self._with(torch.clone)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BlockScaledTensor:
-        """Every part changed; narrow types as bytes, padded scales with what lies between columns or rows as zeros."""
+        """Every part changed; narrow types as bytes, MN-major scales with what lies between their columns as zeros."""
         if is_mn_major(self.scale) and self.scale.dtype == torch.float32:
             whole = self.scale.new_zeros((self.scale.shape[1], self.scale.stride(1)))
             whole[:, : self.scale.shape[0]] = self.scale.t()
             scale = change(whole).t()[: self.scale.shape[0]]
-        elif not self.scale.is_contiguous():
-            columns = self.scale.shape[-1]
-            whole = torch.nn.functional.pad(_carried(self.scale), (0, -columns % SCALE_ROW_ALIGNMENT))
-            scale = change(whole)[..., :columns].view(self.scale.dtype)
         else:
             scale = change(_carried(self.scale)).view(self.scale.dtype)
         data = change(_carried(self.data)).view(self.data.dtype)
@@ -270,10 +250,10 @@ class BlockScaledTensor:
 
     @property
     def is_weight(self) -> bool:
-        """Whether the scales are those of weights, and contiguous or row-padded as weights' must be."""
+        """Whether the scales are those of weights, and contiguous as weights' must be."""
         if self.scale_layout != "plain":
             return self.scale_layout == "blocked"
-        return self._has_scale_shape("weight") and (self.scale.is_contiguous() or is_row_padded(self.scale))
+        return self._has_scale_shape("weight") and self.scale.is_contiguous()
 
     @property
     def scale_major(self) -> str:
@@ -352,11 +332,10 @@ def _check_scale_layout(t: BlockScaledTensor) -> None:
             f"got {tuple(t.scale.shape)}"
         )
     may_be_mn_major = t.is_activation and t.scale.dtype == torch.float32
-    if t.scale.is_contiguous() or is_row_padded(t.scale) or (may_be_mn_major and is_mn_major(t.scale)):
+    if t.scale.is_contiguous() or (may_be_mn_major and is_mn_major(t.scale)):
         return
     if not may_be_mn_major:
-        or_padded = " or padless.layouts.to_row_padded" if t.scale.element_size() == 1 else ""
-        raise ValueError(f"scale must be contiguous, got strides {t.scale.stride()}: call .contiguous(){or_padded}")
+        raise ValueError(f"scale must be contiguous, got strides {t.scale.stride()}: call .contiguous()")
     raise ValueError(
         "scale of an activation must be contiguous or MN-major (strides (1, rows rounded up to "
         f"{MN_MAJOR_ALIGNMENT})), got shape {tuple(t.scale.shape)} with strides {t.scale.stride()}"

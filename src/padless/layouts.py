@@ -12,14 +12,12 @@ import torch
 from padless.arguments import check_device, check_integer, check_tensor_type, shown
 from padless.formats import (
     MN_MAJOR_ALIGNMENT,
-    SCALE_ROW_ALIGNMENT,
     TILE_COLUMNS,
     TILE_ROWS,
     BlockScaledTensor,
     blocked_size,
     ceil_div,
     is_mn_major,
-    is_row_padded,
     round_up,
 )
 from padless.gradients import detached, refuse_gradients
@@ -59,30 +57,6 @@ def to_mn_major(scale: torch.Tensor) -> torch.Tensor:
     padded[rows:].zero_()
     padded[:rows].copy_(scale)
     return padded[:rows]
-
-
-# --- rows of one-byte scales -----------------------------------------------------------------------------
-
-
-def empty_row_padded(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Bytes (.., rows, columns), uninitialised, in rows that start every ld bytes: columns rounded up to 16, then zeros.
-
-    Example: shape (3, 40, 90) -> strides (3840, 96, 1).
-    """
-    ld = round_up(shape[-1], SCALE_ROW_ALIGNMENT)
-    make = torch.empty if ld == shape[-1] else torch.zeros
-    return make((*shape[:-1], ld), dtype=torch.uint8, device=device)[..., : shape[-1]]
-
-
-def to_row_padded(scale: torch.Tensor) -> torch.Tensor:
-    """The one-byte (.., rows, columns) scales in rows as `empty_row_padded` has them; as they are if they lie so."""
-    scale = _checked_bytes(scale, "scale")
-    return scale if is_row_padded(scale) else row_padded_copy(scale)
-
-
-def row_padded_copy(scale: torch.Tensor) -> torch.Tensor:
-    """A copy of one-byte (.., rows, columns) scales in rows as `empty_row_padded` has them."""
-    return empty_row_padded(tuple(scale.shape), scale.device).copy_(scale.view(torch.uint8)).view(scale.dtype)
 
 
 # --- two FP4 codes a byte --------------------------------------------------------------------------------

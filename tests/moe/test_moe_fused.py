@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm_swiglu_quant, quantize
-from padless.moe import Activation, fused
+from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm_swiglu_quant
+from padless.moe import fused
 from padless.moe.layer import ACTIVATIONS, gathered
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
 from support.triton_cases import bits
@@ -45,19 +45,6 @@ def test_bits_of_the_public_call(pair: Any, has_bias: bool, gate_up: str) -> Non
         assert got.scale.stride() == want.scale.stride()
     else:
         assert torch.equal(got[:end], want[:end])
-
-
-@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved", "alternating"])
-@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=lambda fmt: fmt.name)
-def test_fp8_block_rows_of_fp4_weights_take_two_launches(fmt: Any, gate_up: Any) -> None:
-    """Their blocks of 128 columns want tiles that have 32 tokens at most; other rows do not."""
-    w = quantize(torch.randn(2, 256, 96), fmt, kind="weight")
-    activation = Activation("swiglu", gate_up, 1.0, None, 0.0)
-    assert not fused.fuses(w, activation, FP8_BLOCK)
-    assert fused.fuses(w, activation, None)
-    assert fused.fuses(w, activation, fmt)
-    if gate_up != "alternating":
-        assert fused.fuses(quantize(torch.randn(2, 256, 96), FP8_BLOCK, kind="weight"), activation, FP8_BLOCK)
 
 
 class Launches:

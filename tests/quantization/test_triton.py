@@ -280,8 +280,7 @@ ROWS_TYPES = {
     "factors_ptr": "*fp32",
     **dict.fromkeys(["group_ptr", "scale_row_ptr"], "*i64"),
     **dict.fromkeys(
-        ["rows", "K", "x_stride", "scale_columns", "scale_ld", "rows_per_group", "scale_rows_per_group", "x_rows"],
-        "i32",
+        ["rows", "K", "x_stride", "scale_columns", "rows_per_group", "scale_rows_per_group", "x_rows"], "i32"
     ),
 }
 

@@ -166,8 +166,7 @@ def row_blocks_pair(x: torch.Tensor, name: str, scale_rule: str, device: str, **
     if name == "NVFP4":
         global_scale, factors = _nvfp4_global(x, scale_rule, options.get("global_scale"), offs, True)
         assert torch.equal(bits(global_scale.view(-1)), bits(want.global_scale.view(-1))), "global scale"
-    kind = str(options.get("kind", "activation"))
-    data, scale = quantize_triton_rows.row_blocks(x, fmt, scale_rule, layout, offs, factors, kind=kind)
+    data, scale = quantize_triton_rows.row_blocks(x, fmt, scale_rule, layout, offs, factors)
     assert_same(formats.BlockScaledTensor(data, scale, fmt, global_scale, layout), want)
 
 

@@ -38,9 +38,9 @@ def supported_markdown() -> str:
         "|---|---|",
         *dict.fromkeys(f"| `{r.name}.cu` | {r.accumulation} |" for r in (*ROUTES, *PLAIN_ROUTES)),
         "",
+        Path(__file__).with_name("batch_invariance.md").read_text().rstrip(),
     ]
-    pages = [Path(__file__).with_name(name).read_text() for name in ("copied_operands.md", "batch_invariance.md")]
-    return "\n".join(lines) + "\n" + "\n".join(pages)
+    return "\n".join(lines) + "\n"
 
 
 def _format_row(format: BlockScaledFormat) -> str:

@@ -75,29 +75,6 @@ def output_ragged(d: torch.Tensor, rows: int) -> TensorMapSpec:
     )
 
 
-def row_step(scale: torch.Tensor) -> int:
-    """Bytes from one row of plain one-byte scales (.., rows, columns) to the next, of all matrices."""
-    steps = [scale.stride(dim) for dim in range(scale.dim() - 2, -1, -1) if scale.shape[dim] > 1]
-    return steps[0] if steps else scale.shape[-1]
-
-
-def whole_rows(scale: torch.Tensor) -> torch.Tensor | None:
-    """Plain one-byte scales with what lies between their rows, (rows of all matrices, ``row_step``) bytes: what is read
-    of them in words. None where the memory ends with the last scale.
-    """
-    step, rows = row_step(scale), scale.numel() // scale.shape[-1]
-    if scale.storage_offset() + rows * step > scale.untyped_storage().nbytes():
-        return None
-    return scale.view(torch.uint8).as_strided((rows, step), (step, 1))
-
-
-def memory_of_scales(t: BlockScaledTensor) -> torch.Tensor:
-    """The memory that a kernel which reads scales in words may touch."""
-    is_rows = t.scale_layout == "plain" and t.scale.element_size() == 1
-    whole = whole_rows(t.scale) if is_rows else None
-    return t.scale if whole is None else whole
-
-
 def tiled_scale(t: BlockScaledTensor) -> torch.Tensor:
     """The scales in 32x4x4 tiles on a 16-byte boundary, copied where they are not; one group's "blocked_groups" are."""
     scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale

@@ -36,14 +36,13 @@ def fuses(
     format: of the activated rows, None for bfloat16. It follows from formats, weights and where they are alone, never
     from the number of tokens: the epilogue activates float32 sums and the separate pass sums rounded to bfloat16. Gate
     and up are halves or runs of 32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in
-    FP4 weights, I a multiple of 32, but on Blackwell. FP8_BLOCK rows of FP4 weights are quantized apart: a tile with
-    their blocks of 128 columns has 32 tokens at most, which takes longer with many.
+    FP4 weights, I a multiple of 32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
     """
-    is_fp4 = weights.format in (MXFP4, NVFP4)
-    if activation.kind != "swiglu" or (is_fp4 and format == FP8_BLOCK):
+    if activation.kind != "swiglu":
         return False
     n = weights.data.shape[1]
     if activation.gate_up == "alternating":
+        is_fp4 = weights.format in (MXFP4, NVFP4) and format != FP8_BLOCK
         return is_fp4 and n % 64 == 0 and not _on_blackwell(weights.device, backend)
     apart = activation.gate_up == "concatenated"
     return n % 128 == 0 and not (apart and weights.scale_layout != "plain")

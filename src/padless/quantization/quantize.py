@@ -68,8 +68,7 @@ def quantize(
         zero padding) or "k" (row-major).
     scale_rule: MX formats "rceil" (default) or "floor"; NVFP4 "te" (default) or "torchao".
     scale_layout: "plain", or for one-byte scales "blocked", or for activations "blocked_groups" (with offs);
-        see BlockScaledTensor. Plain one-byte scales of weights are row-padded, as kernels read them in place: rows of
-        ceil(K / block_k) rounded up to 16 bytes, zeros behind; `.contiguous()` is the same without the zeros.
+        see BlockScaledTensor.
     global_scale: NVFP4's decode scale where it is known; one number, or one per group (float32). None
         computes amax / 2688 of x, of each weight of a (G, N, K) x, or of each group of rows where offs is
         given.
@@ -105,9 +104,9 @@ def quantize(
         if on_gpu:
             from padless.quantization.triton import row_blocks as quantize_triton_rows
 
-            data, scale = quantize_triton_rows.row_blocks(x, format, rule, scale_layout, offs, factors, rows, kind=kind)
+            data, scale = quantize_triton_rows.row_blocks(x, format, rule, scale_layout, offs, factors, rows)
         else:
-            data, scale = _row_blocks_torch(x, format, kind, rule, scale_layout, offs, factors)
+            data, scale = _row_blocks_torch(x, format, rule, scale_layout, offs, factors)
         return BlockScaledTensor(data, scale, format, decode, scale_layout, offs)
 
 
@@ -162,8 +161,8 @@ def _quantize_fp8_block(
 
 
 def _row_blocks_torch(
-    x: torch.Tensor, format: BlockScaledFormat, kind: str, scale_rule: str, scale_layout: str,
-    offs: torch.Tensor | None, factors: torch.Tensor | None,
+    x: torch.Tensor, format: BlockScaledFormat, scale_rule: str, scale_layout: str, offs: torch.Tensor | None,
+    factors: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(data, scale) of the formats whose blocks lie in one row; factors: NVFP4's, (2,) or (groups, 2)."""
     if factors is None:
@@ -177,8 +176,6 @@ def _row_blocks_torch(
     elif scale_layout == "blocked_groups":
         assert offs is not None
         scale = layouts.to_blocked_groups(scale, offs)
-    elif kind == "weight":
-        scale = layouts.to_row_padded(scale)
     return data, scale.view(format.scale_dtype)
 
 

@@ -76,10 +76,7 @@ def _fake(
         elif scale_layout == "blocked_groups":
             assert offs is not None
             blocks = (blocked_size(layouts.blocked_groups_rows(blocks[0], offs.shape[0]), blocks[1]),)
-        if scale_layout == "plain" and kind == "weight":
-            scale = layouts.empty_row_padded(blocks, x.device)
-        else:
-            scale = x.new_empty(blocks, dtype=torch.uint8)
+        scale = x.new_empty(blocks, dtype=torch.uint8)
     groups = (x.shape[0],) if x.dim() == 3 else () if offs is None else (offs.shape[0],)
     is_found = fmt == NVFP4 and global_scale is None
     return data, scale, x.new_empty(groups if is_found else 0, dtype=torch.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
-from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups, to_mn_major, to_row_padded
+from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups, to_mn_major
 from padless.runtime.choices import Kind
 
 BF16 = "BF16"  # plain bfloat16 activations, as in padless.kernels.table
@@ -76,11 +76,9 @@ def _stacked(experts: list[BlockScaledTensor]) -> BlockScaledTensor:
 
     first = experts[0]
     scales = [e.global_scale.reshape(1) for e in experts if e.global_scale is not None]
-    scale = joined([e.scale for e in experts])
-    is_plain = first.scale_layout == "plain" and scale.element_size() == 1
     return BlockScaledTensor(
         joined([e.data for e in experts]),
-        to_row_padded(scale) if is_plain else scale,
+        joined([e.scale for e in experts]),
         first.format,
         torch.cat(scales) if scales else None,
         first.scale_layout,

@@ -88,6 +88,6 @@ def _quantize_parameter(module: Any, name: str, format: BlockScaledFormat) -> No
     codes = t.data.view(torch.int8) if format.codes_per_byte == 2 else t.data
     delattr(module, name)
     module.register_parameter(name, nn.Parameter(codes, requires_grad=False))
-    module.register_parameter(f"{name}_scale_inv", nn.Parameter(t.scale.contiguous(), requires_grad=False))
+    module.register_parameter(f"{name}_scale_inv", nn.Parameter(t.scale, requires_grad=False))
     if t.global_scale is not None:
         module.register_parameter(f"{name}_global_scale", nn.Parameter(t.global_scale, requires_grad=False))

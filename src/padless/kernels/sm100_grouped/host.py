@@ -10,10 +10,9 @@ import torch
 from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.maps import memory_of_scales, row_step, tiled_scale, whole_rows
+from padless.kernels.maps import tiled_scale
 from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
-from padless.layouts import row_padded_copy
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver, LaunchShape
 from padless.runtime.tensor_map import TensorMapSpec
@@ -37,7 +36,7 @@ def prepare(
     """Packs the launch of out = alpha * a @ b of its group.
 
     a: (M, K); b: (G, N, K); offs: (G,) int32 end rows or None for one group of all rows; out: (M, N), rows or columns
-    contiguous; alpha: float32, one value or one per group. Plain scales whose rows are no multiple of 4 bytes apart
+    contiguous; alpha: float32, one value or one per group. Scales that are not a multiple of 4 columns wide and plain
     are copied into 32x4x4 tiles first; any other are read as they are. FP4 weights beside 8-bit activations are copied
     where K is no multiple of 64, or 32 or 96, or where they do not start on 32-byte boundaries.
     """
@@ -57,7 +56,7 @@ def prepare(
     operands = operand_bytes(driver, a, b, out, alpha, config)
     problem = problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (a.global_scale, b.global_scale, alpha, offs)
-    tensors = [*read_of(a), *read_of(b), out, *(t for t in optional if t is not None), *copies]
+    tensors = [a.data, a.scale, b.data, b.scale, out, *(t for t in optional if t is not None), *copies]
     shape = launch_shape(driver, device, config, tiles, kernel.num_threads)
     return Prepared(driver.prepare(function, kernel, shape, [problem], tensors), copies)
 
@@ -127,11 +126,6 @@ def readable(
     return new_a, new_b, tuple(copies)
 
 
-def read_of(t: BlockScaledTensor) -> list[torch.Tensor]:
-    """The memory of codes and scales that the kernel reads."""
-    return [t.data, memory_of_scales(t)]
-
-
 def kind_of(a: BlockScaledTensor, b: BlockScaledTensor) -> str:
     """The operands as ``select_grouped_config`` has them."""
     return "MXFP8 x MXFP4" if has_padded_b(a, b) else a.format.name
@@ -141,9 +135,8 @@ def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
     """``t`` with scales that the kernel can read: plain ones in words of 4, 32x4x4 tiles in pieces of 16 bytes."""
     if t.format == FP8_BLOCK:
         return t
-    if t.scale_layout == "plain" and row_step(t.scale) % 4 == 0:
-        is_right = t.scale.data_ptr() % 16 == 0 and whole_rows(t.scale) is not None
-        scale, layout = t.scale if is_right else row_padded_copy(t.scale), "plain"
+    if t.scale_layout == "plain" and t.scale_columns % 4 == 0:
+        scale, layout = t.scale.clone() if t.scale.data_ptr() % 16 != 0 else t.scale, "plain"
     else:
         scale, layout = tiled_scale(t), "blocked" if t.scale_layout == "plain" else t.scale_layout
     return t if scale is t.scale else BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
@@ -241,10 +234,10 @@ def _source(t: BlockScaledTensor, source: str) -> bytes:
         step = t.scale.shape[-2] if t.data.dim() == 3 else 1 if t.scale_major == "k" else t.scale.stride(1)
         return struct.pack("=Qii", t.scale.data_ptr(), step, t.scale.shape[-2] - 1)
     if source == "plain":
-        rows, columns = t.scale.numel() // t.scale_columns, row_step(t.scale)  # of row-padded ones with what pads them
+        rows = t.scale.numel() // t.scale_columns
     else:
-        rows, columns = t.scale.numel() // blocked_size(1, t.scale_columns) * TILE_ROWS, t.scale_columns
-    return struct.pack("=Qii", t.scale.data_ptr(), columns, rows - 1)
+        rows = t.scale.numel() // blocked_size(1, t.scale_columns) * TILE_ROWS
+    return struct.pack("=Qii", t.scale.data_ptr(), t.scale_columns, rows - 1)
 
 
 def _factor(values: torch.Tensor | None) -> bytes:

@@ -62,7 +62,7 @@ def prepare(
     operands = host.operand_bytes(driver, a, b, None, None, tile, apart)
     problem = host.problem_bytes(operands, 0, 0, 0 if offs is None else offs.data_ptr(), num_groups, counter)
     optional = (t for t in (a.global_scale, b.global_scale, offs) if t is not None)
-    used = [*host.read_of(a), *host.read_of(b), *optional, *copies, *present(tensors)]
+    used = [a.data, a.scale, b.data, b.scale, *optional, *copies, *present(tensors)]
     shape = host.launch_shape(driver, device, tile, tiles, kernel.num_threads)
     arguments = [problem + target_bytes(tensors, epilogue, n)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), copies)

@@ -60,28 +60,17 @@ def packed(
 ) -> Prepared:
     """The launch of a kernel that reads b as ``weights`` says; stores: the argument for the tensors that are written."""
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
-    readable = [_readable(t) for t in (a, b)]
-    copies = tuple(new.scale for new, old in zip(readable, (a, b), strict=True) if new is not old)
-    a, b = readable
+    scales = [t.scale.clone() if t.scale.data_ptr() % _SCALE_ALIGNMENT else t.scale for t in (a, b)]
+    copies = tuple(s for s, t in zip(scales, (a, b), strict=True) if s is not t.scale)
     rows = maps.rows_operand(a.data.view(torch.uint8))
     arguments: list[Argument] = [driver.encode(rows), driver.encode(weights), stores]
-    arguments += [(t.scale.data_ptr(), 8) for t in (a, b)]
+    arguments += [(s.data_ptr(), 8) for s in scales]
     arguments += [(0 if offs is None else offs.data_ptr(), 8)]
     arguments += [(_LAYOUTS[t.scale_layout], 4) for t in (a, b)]
-    arguments += [(maps.row_step(t.scale), 4) for t in (a, b)]
     arguments += [(value, 4) for value in (m, n, k, num_groups, counter)]
-    scales = [maps.memory_of_scales(t) for t in (a, b)]
     tensors = [a.data, b.data, *scales, *written] + ([] if offs is None else [offs])
     tiles = most_tiles(m, n, num_groups, tile.block_m, tile.block_n)
     kernel, function = loaded
     grid = persistent_grid(driver.num_sms(a.data.device.index or 0), tiles)
     shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     return Prepared(driver.prepare(function, kernel, shape, arguments, tensors), copies)
-
-
-def _readable(t: BlockScaledTensor) -> BlockScaledTensor:
-    """``t`` with scales whose words the kernel can read, copied where they are not."""
-    is_right = t.scale_layout != "plain" or maps.whole_rows(t.scale) is not None
-    if is_right and t.scale.data_ptr() % _SCALE_ALIGNMENT == 0:
-        return t
-    return BlockScaledTensor(t.data, t.scale.clone(), t.format, None, t.scale_layout)

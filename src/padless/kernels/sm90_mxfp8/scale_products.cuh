@@ -32,25 +32,24 @@ __device__ __forceinline__ uint32_t scale_pair(uint32_t word) {
 
 // --- scales in global memory
 
-constexpr int SCALES_PLAIN = 0;  // (rows, columns) bytes, rows `ld` apart
+constexpr int SCALES_PLAIN = 0;  // (rows, columns) bytes
 
 struct ScaleSource {
     const uint8_t* bytes;
     int columns;  // blocks of 32 along K
-    int ld;       // SCALES_PLAIN: bytes from a row to the next
     int layout;
 
     __device__ __forceinline__ int column_tiles() const { return (columns + STEPS - 1) / STEPS; }
 
     // Where the scales of `row` start.
     __device__ __forceinline__ const uint8_t* of_row(long long row) const {
-        if (layout == SCALES_PLAIN) return bytes + row * ld;
+        if (layout == SCALES_PLAIN) return bytes + row * columns;
         return bytes + row / 128 * column_tiles() * 512 + row % 32 * 16 + row % 128 / 32 * 4;
     }
 
     // Whether the scales of a stage are a word, `to_next_stage` bytes after those of the last one.
     __device__ __forceinline__ bool are_words() const {
-        return layout != SCALES_PLAIN || ld % STEPS == 0;
+        return layout != SCALES_PLAIN || columns % STEPS == 0;
     }
 
     __device__ __forceinline__ int to_next_stage() const { return layout == SCALES_PLAIN ? STEPS : 512; }

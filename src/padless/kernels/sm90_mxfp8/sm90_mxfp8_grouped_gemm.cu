@@ -130,12 +130,11 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_mxfp8_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ StoreMaps store_maps, const uint8_t* sfa, const uint8_t* sfb, const int* offs,
-    int sfa_layout, int sfb_layout, int sfa_ld, int sfb_ld, int m, int n, int k, int num_groups, int counter) {
+    int sfa_layout, int sfb_layout, int m, int n, int k, int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const int columns = k / 32;
-    const Problem problem{{sfa, columns, sfa_ld, sfa_layout}, {sfb, columns, sfb_ld, sfb_layout}, m, n, k,
-                          num_groups};
+    const Problem problem{{sfa, columns, sfa_layout}, {sfb, columns, sfb_layout}, m, n, k, num_groups};
     constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
     const int end = load_ends_early<LOAD_WARP>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes

@@ -20,7 +20,6 @@ from padless.formats import (
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
-    SCALE_ROW_ALIGNMENT,
     TILE_COLUMNS,
     TILE_ROWS,
     BlockScaledFormat,
@@ -78,11 +77,9 @@ def row_blocks(
     offs: torch.Tensor | None,
     factors: torch.Tensor | None,
     source: torch.Tensor | None = None,
-    kind: str = "activation",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(data, scale) of checked arguments; factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or (groups,
-    2); source: rows of a 2-D x to quantize, (R,), None for all of them in order. Plain scales of a "weight" are
-    row-padded.
+    2); source: rows of a 2-D x to quantize, (R,), None for all of them in order.
     """
     K = x.shape[-1]
     flat = as_rows(x)
@@ -91,7 +88,7 @@ def row_blocks(
     rows_per_group = x.shape[-2] if x.dim() == 3 else max(rows, 1)
     columns = ceil_div(K, format.block_k)
     data = torch.empty((*leading, K // format.codes_per_byte), dtype=torch.uint8, device=x.device)
-    scale, scale_row = _empty_scale(leading, x.device, columns, scale_layout, offs, kind)
+    scale, scale_row = _empty_scale(leading, x.device, columns, scale_layout, offs)
     group = None
     if factors is not None and factors.numel() > 2 and x.dim() == 2:
         assert offs is not None
@@ -108,8 +105,7 @@ def row_blocks(
         words = WORD_INPUTS.get(x.dtype, "none") if by_words else "none"
         values = flat if words == "none" else flat.view(torch.int32)
         pointers = (values, data, scale, factors, group, scale_row)
-        ld = round_up(columns, SCALE_ROW_ALIGNMENT) if kind == "weight" else columns
-        sizes = (rows, K, values.stride(0), columns, ld, rows_per_group, scale_rows)
+        sizes = (rows, K, values.stride(0), columns, rows_per_group, scale_rows)
         _row_blocks[grid](
             *pointers,
             *sizes,
@@ -151,16 +147,9 @@ def is_word_aligned(x: torch.Tensor) -> bool:
 
 
 def _empty_scale(
-    leading: tuple[int, ...],
-    device: torch.device,
-    columns: int,
-    scale_layout: str,
-    offs: torch.Tensor | None,
-    kind: str,
+    leading: tuple[int, ...], device: torch.device, columns: int, scale_layout: str, offs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale bytes to be filled, zero where the layout pads; for grouped tiles also every row's tile row."""
-    if scale_layout == "plain" and kind == "weight":
-        return layouts.empty_row_padded((*leading, columns), device), None
     if scale_layout == "plain":
         return torch.empty((*leading, columns), dtype=torch.uint8, device=device), None
     if scale_layout == "blocked":
@@ -186,7 +175,6 @@ def _row_blocks(
     K,
     x_stride,
     scale_columns,  # ceil(K / BLOCK)
-    scale_ld,  # SCALE_LAYOUT "plain": bytes from a row of scales to the next
     rows_per_group,  # N of weights
     scale_rows_per_group,  # rows of tiles: of a group, or with "blocked_groups" of all
     rows_ptr,  # (rows,) int32 or int64: rows of x; None where rows is x_rows
@@ -284,7 +272,7 @@ def _row_blocks(
 
     scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
     if SCALE_LAYOUT == "plain":
-        offset = row64[:, None] * scale_ld + scale_column[None, :]
+        offset = row64[:, None] * scale_columns + scale_column[None, :]
     else:
         if SCALE_LAYOUT == "blocked":
             group_start = (row // rows_per_group).to(tl.int64) * scale_rows_per_group
