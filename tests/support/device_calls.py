@@ -230,7 +230,7 @@ WAYS: dict[str, Callable[[Made], list[torch.Tensor] | str]] = {
 
 
 def wrong_on_the_second(name: str, first: Made, second: Made) -> list[str]:
-    """What is wrong with a call whose tensors are on cuda:1 while cuda:0 is current, beside the same on cuda:0."""
+    """What is wrong with a call whose tensors are on cuda:1 while cuda:0 is current, against the same on cuda:0."""
     torch.cuda.set_device(0)
     want, found = bits_of(first), []
     for way, made in WAYS.items():
@@ -249,7 +249,7 @@ def wrong_on_the_second(name: str, first: Made, second: Made) -> list[str]:
 
 
 def wrong_in_graphs(recipe: str) -> list[str]:
-    """What is wrong with graphs of layers on cuda:1, made behind those of cuda:0, beside calls of layers on cuda:0."""
+    """What is wrong with graphs of layers on cuda:1, made behind those of cuda:0, against calls of layers on cuda:0."""
     found = []
     torch.cuda.set_device(0)
     trained("cuda:0", in_graphs=True, recipes=(recipe,))

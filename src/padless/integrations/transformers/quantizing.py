@@ -26,7 +26,7 @@ def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) ->
     """Quantizes the experts of a bfloat16, float16 or float32 model in place, module by module; returns the model.
 
     format: FP8_BLOCK, MXFP8, MXFP4 (4.25 bits a weight) or NVFP4 (4.5). Weights become (E, N, K) codes with scales
-    beside them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Other
+    next to them, and with NVFP4 a global scale an expert; the originals are freed, and gradients with them. Other
     experts implementations cannot compute with them. save_pretrained of the model writes them in the hub's FP8 form, or
     gpt-oss' MXFP4 one; NVFP4 and what else transformers could not load is refused there.
 

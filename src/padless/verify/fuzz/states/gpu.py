@@ -46,7 +46,7 @@ def graphed(layer: Layer, r: random.Random) -> None:
         layer.same(layer.gradients(out, inputs, layer.read(module)), want, f"in graphs, call {number}")
         _written(layer, r, r.random() < 0.6)
         if r.random() < 0.3:
-            layer.check("beside graphs")
+            layer.check("next to graphs")
     name, recipe = r.choice(layer.weights), layer.core.recipe
     before = getattr(layer.core, name)
     how = r.randrange(3)

@@ -91,7 +91,7 @@ class Quantized:
         """Nothing outlives it."""
 
     def check(self, when: str, module: Any = None) -> None:
-        """The output beside that of a module that was never called, with copies of the parameters."""
+        """The output against that of a module that was never called, with copies of the parameters."""
         module = self.module if module is None else module
         self._calls += 1
         generator, shape = self.place.generator(self._calls), (self.rows, self.o["top_k"])

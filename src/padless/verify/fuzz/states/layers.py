@@ -196,7 +196,7 @@ class Layer:
                 judge.wrong(f"{FRESH}: {name} is there, or not, {when}", (mine is None) != (value is None))
 
     def check(self, when: str, module: nn.Module | None = None, call: Callable[..., Any] | None = None) -> None:
-        """A call of the module, by ``call`` in another way, beside a plain call of a fresh one."""
+        """A call of the module, by ``call`` in another way, against a plain call of a fresh one."""
         module, inputs = self.module if module is None else module, self.inputs()
         got, weights = self.results(module, inputs, call)
         want, _ = self.results(self.fresh(weights, module), inputs)

@@ -155,7 +155,7 @@ class Site:
     # --- calls -------------------------------------------------------------------------------------------
 
     def check(self, when: str) -> None:
-        """The call, again, beside a fresh one."""
+        """The call, again, against a fresh one."""
         self.old.clear()
         got, want = _MADE[self.what["call"]](self)
         for number, (mine, fresh) in enumerate(zip(got, want, strict=True)):

@@ -40,7 +40,7 @@ def twice(layer: Layer, r: random.Random) -> None:
 
 
 def without_grad(layer: Layer, r: random.Random) -> None:
-    """Under no_grad or inference_mode, beside a fresh module there."""
+    """Under no_grad or inference_mode, against a fresh module there."""
     if r.random() < 0.5:
         with torch.no_grad():
             layer.parameter(r).mul_(-1)
@@ -61,7 +61,7 @@ def inference_weights(layer: Layer, r: random.Random) -> None:
 
 
 def autocast(layer: Layer, r: random.Random) -> None:
-    """In a region of autocast, beside a fresh module there."""
+    """In a region of autocast, against a fresh module there."""
     if layer.dtype == torch.float32:
         with torch.autocast(layer.device.type, dtype=torch.bfloat16, cache_enabled=r.random() < 0.5):
             layer.check("within autocast")

@@ -295,7 +295,7 @@ def other_process(layer: Layer, r: random.Random) -> None:
         return
     layer.uncounted()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of forking beside threads: the child runs no torch
+        warnings.simplefilter("ignore")  # of forking with threads around: the child runs no torch
         child = os.fork()
     if child == 0:
         try:
