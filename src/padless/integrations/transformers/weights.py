@@ -168,8 +168,8 @@ def _why_not(module: Any, codes: torch.Tensor, scale: torch.Tensor | None) -> st
     """The end of the sentence about weights that are not codes with scales."""
     if scale is not None:
         return (
-            " although it has scales: something cast the codes to numbers, which cannot be undone; load or quantize the model "
-            "again, and cast it before"
+            " although it has scales: something cast the codes to numbers, which cannot be undone; load or quantize the "
+            "model again, and cast it before"
         )
     if codes.element_size() == 1:
         return (
