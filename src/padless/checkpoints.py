@@ -34,7 +34,7 @@ from typing import Any, cast
 
 import torch
 
-from padless.arguments import check_tensor_type, shown
+from padless.arguments import check_tensor_type, refuse_gradients, shown
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -46,7 +46,6 @@ from padless.formats import (
     blocked_size,
     ceil_div,
 )
-from padless.gradients import refuse_gradients
 from padless.layouts import from_blocked
 from padless.row_groups import checked_equal, is_readable
 from padless.runtime.weight_index import check_complete, index_of, indexed_files

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_device, check_integer, check_tensor_type, shown
+from padless.arguments import check_device, check_integer, check_tensor_type, detached, refuse_gradients, shown
 from padless.formats import (
     MN_MAJOR_ALIGNMENT,
     TILE_COLUMNS,
@@ -20,7 +20,6 @@ from padless.formats import (
     is_mn_major,
     round_up,
 )
-from padless.gradients import detached, refuse_gradients
 from padless.row_groups import ALIGNMENTS as ALIGNMENTS
 from padless.row_groups import SCALE_BLOCK as SCALE_BLOCK
 from padless.row_groups import GroupedColumns as GroupedColumns

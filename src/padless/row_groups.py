@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
-from padless.gradients import refuse_gradients
+from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_gradients, refuse_kinds, shown
 
 ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
 COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens) that share a scale

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_flag, check_tensor_type, is_one_of, shown
+from padless.arguments import check_flag, check_tensor_type, is_one_of, refuse_gradients, shown
 from padless.compat.torch_recipes import activations, columns, weights
 from padless.formats import OUT_DTYPES, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 

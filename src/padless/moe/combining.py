@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import is_one_of, shown
-from padless.gradients import refuse_gradients
+from padless.arguments import is_one_of, refuse_gradients, shown
 from padless.moe import ops
 from padless.moe.checks import check_inverse, check_matrix
 from padless.quantization.quantize import INPUT_DTYPES

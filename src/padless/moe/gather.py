@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_tensor_type, is_one_of, refuse_kinds, shown
+from padless.arguments import check_tensor_type, is_one_of, refuse_gradients, refuse_kinds, shown
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.checks import check_inverse, check_matrix, on_device_of

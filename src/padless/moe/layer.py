@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
+from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_gradients, refuse_kinds, shown
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import (
     FORMAT_BY_NAME,
@@ -23,7 +23,6 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.gradients import refuse_gradients
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix

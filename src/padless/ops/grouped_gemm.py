@@ -10,9 +10,8 @@ from typing import cast
 
 import torch
 
-from padless.arguments import check_flag, refuse_kinds, shown
+from padless.arguments import check_flag, refuse_gradients, refuse_kinds, shown
 from padless.formats import BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice, tile_of
 from padless.kernels.table import check_config, find_route, format_name
 from padless.ops import launch_cache, traced

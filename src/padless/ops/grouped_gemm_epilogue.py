@@ -6,10 +6,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from padless.arguments import check_flag, check_integer, shown
+from padless.arguments import check_flag, check_integer, detached, refuse_gradients, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor
-from padless.gradients import detached, refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_offs_values, check_operands, data_of
 from padless.ops.epilogue_checks import check_outputs_apart, check_tensors

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import is_one_of, refuse_gradients, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import keep
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_flag
-from padless.gradients import refuse_gradients
+from padless.arguments import check_flag, refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.sm90_bf16_plain import host

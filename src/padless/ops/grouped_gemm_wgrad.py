@@ -6,9 +6,8 @@ from typing import Any, cast
 
 import torch
 
-from padless.arguments import check_flag
+from padless.arguments import check_flag, refuse_gradients
 from padless.formats import ceil_div
-from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad import host

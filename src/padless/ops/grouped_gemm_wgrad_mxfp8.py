@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag
-from padless.gradients import refuse_gradients
+from padless.arguments import check_flag, refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig

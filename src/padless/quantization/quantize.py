@@ -14,7 +14,7 @@ from numbers import Real
 import torch
 
 from padless import layouts
-from padless.arguments import check_tensor_type, is_one_of, shown
+from padless.arguments import check_tensor_type, is_one_of, refuse_gradients, shown
 from padless.formats import (
     FORMATS,
     FP8_BLOCK,
@@ -27,7 +27,6 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.quantization import traced
 from padless.row_groups import is_integers, is_readable, is_traced, row_groups_of

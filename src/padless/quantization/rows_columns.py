@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag, is_one_of, refuse_kinds, shown
+from padless.arguments import check_flag, is_one_of, refuse_gradients, refuse_kinds, shown
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.gradients import refuse_gradients
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import is_one_of, refuse_gradients, shown
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.gradients import refuse_gradients
 from padless.layouts import GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules, swiglu_rules
 from padless.quantization import rules as quantize_rules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import refuse_gradients
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
 from padless.runtime.devices import on_device_of

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import is_one_of, refuse_gradients, shown
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP, NAMES, SEMANTICS, Bound, Inputs, Kind, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_checks import check_outputs_apart

@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from padless.arguments import refuse_gradients
 from padless.compat.cudnn.operands import Operands
 from padless.epilogue import Epilogue, EpilogueTensors, row_scale_shape
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_run import check_tensor
 

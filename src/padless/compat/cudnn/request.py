@@ -7,11 +7,10 @@ from typing import SupportsInt, cast
 
 import torch
 
-from padless.arguments import check_flag, is_one_of, shown
+from padless.arguments import check_flag, is_one_of, refuse_gradients, shown
 from padless.compat.cudnn.operands import SEMANTICS, Bound, Inputs
 from padless.epilogue import COLUMN_FORMATS, MX_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_offs_aligned, check_offs_values
 from padless.ops.epilogue_run import check_columns, check_m_aligned, default_row_layout
