@@ -7,7 +7,7 @@ what trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -77,9 +77,12 @@ def check_device(device: object) -> None:
         raise ValueError(f"device is {shown(device)}; it must be one of torch's, such as 'cuda:0', or None") from None
 
 
-def is_one_of(value: object, allowed: Iterable[object]) -> bool:
+def is_one_of(value: object, allowed: Collection[object]) -> bool:
     """Whether the value is one of these names, types or formats; a tensor and what has no hash are none."""
-    return not isinstance(value, torch.Tensor) and any(value is one or value == one for one in allowed)
+    for one in allowed:
+        if value is one:
+            return True
+    return not isinstance(value, torch.Tensor) and any(value == one for one in allowed)
 
 
 def refuse_kinds(**arguments: object) -> None:
@@ -118,14 +121,18 @@ def _refuse_kind(name: str, value: object) -> None:
 # --- tensors that require grad ----------------------------------------------------------------------------
 
 
+def check_readable(**arguments: object) -> None:
+    """Raises ValueError for what `refuse_kinds` and `refuse_gradients` refuse."""
+    refuse_kinds(**arguments)
+    refuse_gradients(**arguments)
+
+
 def refuse_gradients(**arguments: object) -> None:
-    """Raises ValueError for what `refuse_kinds` refuses, and, unless grad mode is off, for an argument
-    that requires grad.
+    """Raises ValueError for an argument that requires grad, unless grad mode is off.
 
     arguments: by the names that the caller knows them by: tensors, `padless.BlockScaledTensor`s, sequences of either.
         Anything else is passed over.
     """
-    refuse_kinds(**arguments)
     if torch.is_grad_enabled():
         for name, value in arguments.items():
             _refuse(name, value)

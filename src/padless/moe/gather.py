@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_tensor_type, is_one_of, refuse_gradients, refuse_kinds, shown
+from padless.arguments import check_readable, check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.moe import ops
 from padless.moe.activation import Activation
@@ -91,7 +91,7 @@ def _check_gathered(
     global_scale: torch.Tensor | None,
 ) -> str:
     """The scale rule to use. Raises ValueError."""
-    refuse_gradients(x=x, global_scale=global_scale)
+    check_readable(x=x, global_scale=global_scale)
     rule = check_format(format, x.shape[1], scale_rule, scale_layout, global_scale)
     if global_scale is not None and global_scale.numel() != 1:
         raise ValueError(
@@ -123,7 +123,7 @@ def activate_quantize(
     """
     check_tensor_type("x", x)
     check_matrix("x", x, None, None, x.device)
-    refuse_gradients(x=x, global_scale=global_scale, offs=offs)
+    check_readable(x=x, global_scale=global_scale, offs=offs)
     if not isinstance(activation, Activation):
         raise ValueError(f"activation must be a padless.moe.Activation, got {type(activation).__name__}")
     k = activation.out_columns(x.shape[1])

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from padless.arguments import check_flag, check_integer, detached, refuse_gradients, shown
+from padless.arguments import check_flag, check_integer, check_readable, detached, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor
 from padless.kernels.launch import KernelChoice
@@ -55,7 +55,7 @@ def grouped_gemm_epilogue(
             device. Nothing is done in several launches instead: for that, call
             grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    refuse_gradients(a=a, b=b, offs=offs)
+    check_readable(a=a, b=b, offs=offs)
     check_flag("check_offs", check_offs)
     if not isinstance(epilogue, Epilogue):
         raise ValueError(f"epilogue must be a padless.Epilogue, got {shown(epilogue)}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import is_one_of, refuse_gradients, shown
+from padless.arguments import check_readable, is_one_of, shown
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP, NAMES, SEMANTICS, Bound, Inputs, Kind, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
@@ -173,7 +173,7 @@ class GroupedGemmQuant:
             **{name: given[name] for name in _OPTIONS},
         )
         samples = self._samples.tensors().items()
-        refuse_gradients(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
+        check_readable(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
         self._backend, self._config = backend, config
         self._kind: Kind | None = None
         self._compiled = False
@@ -216,7 +216,7 @@ class GroupedGemmQuant:
             sfd_row_tensor=sfd_row_tensor, sfd_col_tensor=sfd_col_tensor, amax_tensor=amax_tensor,
             norm_const_tensor=norm_const_tensor, prob_tensor=prob_tensor, bias_tensor=bias_tensor,
         )  # fmt: skip
-        refuse_gradients(**given.tensors())
+        check_readable(**given.tensors())
         if not self._compiled or self._kind is None:
             self.check_support()
             raise RuntimeError("call compile() first")

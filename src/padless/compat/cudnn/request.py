@@ -7,7 +7,7 @@ from typing import SupportsInt, cast
 
 import torch
 
-from padless.arguments import check_flag, is_one_of, refuse_gradients, shown
+from padless.arguments import check_flag, check_readable, is_one_of, shown
 from padless.compat.cudnn.operands import SEMANTICS, Bound, Inputs
 from padless.epilogue import COLUMN_FORMATS, MX_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
@@ -42,7 +42,7 @@ class CudnnRequest(Inputs):
 
     def resolve(self) -> Bound:
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
-        refuse_gradients(**{field.name: getattr(self, field.name) for field in fields(self)})
+        check_readable(**{field.name: getattr(self, field.name) for field in fields(self)})
         self.check_fixed()
         for name in ("row_output", "column_output", "return_amax", "check_offs"):
             if (flag := getattr(self, name)) is not None or name in ("row_output", "check_offs"):
