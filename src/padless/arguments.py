@@ -1,15 +1,19 @@
-"""What an argument must be before its shape is looked at: a plain tensor, a number, True or False, one of some names.
+"""Checks of what an argument is, before its shape: a plain tensor, a number, True or False, one of some names.
 
-All raise ValueError of one sentence: the argument, what it was, what is allowed.
+All raise ValueError of one sentence: the argument, what it was, what is allowed. Tensors that require grad are refused
+by calls without a backward pass, which autograd would make up from their parts: `padless.autograd` and `padless.nn` are
+what trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
+
+_PARTS = ("data", "scale", "global_scale")  # of a BlockScaledTensor
 
 
 def shown(value: object) -> str:
@@ -73,9 +77,12 @@ def check_device(device: object) -> None:
         raise ValueError(f"device is {shown(device)}; it must be one of torch's, such as 'cuda:0', or None") from None
 
 
-def is_one_of(value: object, allowed: Iterable[object]) -> bool:
+def is_one_of(value: object, allowed: Collection[object]) -> bool:
     """Whether the value is one of these names, types or formats; a tensor and what has no hash are none."""
-    return not isinstance(value, torch.Tensor) and any(value is one or value == one for one in allowed)
+    for one in allowed:
+        if value is one:
+            return True
+    return not isinstance(value, torch.Tensor) and any(value == one for one in allowed)
 
 
 def refuse_kinds(**arguments: object) -> None:
@@ -109,3 +116,50 @@ def _refuse_kind(name: str, value: object) -> None:
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for i, one in enumerate(value):
             _refuse_kind(f"{name}[{i}]", one)
+
+
+# --- tensors that require grad ----------------------------------------------------------------------------
+
+
+def check_readable(**arguments: object) -> None:
+    """Raises ValueError for what `refuse_kinds` and `refuse_gradients` refuse."""
+    refuse_kinds(**arguments)
+    refuse_gradients(**arguments)
+
+
+def refuse_gradients(**arguments: object) -> None:
+    """Raises ValueError for an argument that requires grad, unless grad mode is off.
+
+    arguments: by the names that the caller knows them by: tensors, `padless.BlockScaledTensor`s, sequences of either.
+        Anything else is passed over.
+    """
+    if torch.is_grad_enabled():
+        for name, value in arguments.items():
+            _refuse(name, value)
+
+
+def detached(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``; where it requires grad, cut off from its graph with grad mode off, and a ValueError with it on.
+
+    Raises ValueError for what is no tensor, too.
+    """
+    check_tensor_type(name, tensor)
+    if not tensor.requires_grad:
+        return tensor
+    refuse_gradients(**{name: tensor})
+    return tensor.detach()
+
+
+def _refuse(name: str, value: object) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                f"{name} requires grad and this call computes no gradients; train with padless.nn or padless.autograd, "
+                f"pass {name}.detach() or call under torch.no_grad()"
+            )
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for i, one in enumerate(value):
+            _refuse(f"{name}[{i}]", one)
+    elif not isinstance(value, (int, float)) and hasattr(value, "scale"):  # Dynamo asks no number for attributes
+        for part in _PARTS:
+            _refuse(f"{name}.{part}", getattr(value, part, None))

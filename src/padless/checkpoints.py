@@ -34,7 +34,7 @@ from typing import Any, cast
 
 import torch
 
-from padless.arguments import check_tensor_type, shown
+from padless.arguments import check_readable, check_tensor_type, shown
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -46,7 +46,6 @@ from padless.formats import (
     blocked_size,
     ceil_div,
 )
-from padless.gradients import refuse_gradients
 from padless.layouts import from_blocked
 from padless.row_groups import checked_equal, is_readable
 from padless.runtime.weight_index import check_complete, index_of, indexed_files
@@ -120,7 +119,7 @@ def _check_tensors(**tensors: torch.Tensor | None) -> None:
             check_tensor_type(name, t)
         if name == "global_scale" and t is not None and (not t.is_floating_point() or t.numel() == 0):
             raise ValueError(f"global_scale must be float32, one or one for each weight, got {shown(t)}")
-    refuse_gradients(**tensors)
+    check_readable(**tensors)
 
 
 def _fp8_block(data: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None) -> BlockScaledTensor:
@@ -214,7 +213,7 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
 
 
 def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
-    refuse_gradients(weights=weights)
+    check_readable(weights=weights)
     if not isinstance(weights, Sequence) or not all(isinstance(t, BlockScaledTensor) for t in weights):
         raise ValueError(f"weights must be a list of BlockScaledTensors, got {shown(weights)}")
     if not weights:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_device, is_one_of, refuse_kinds, shown
-from padless.gradients import detached
+from padless.arguments import check_device, detached, is_one_of, refuse_kinds, shown
 from padless.row_groups import RowGroups, check_offs, is_traced
 
 KINDS = ("activation", "weight")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_device, check_integer, check_tensor_type, shown
+from padless.arguments import check_device, check_integer, check_readable, check_tensor_type, detached, shown
 from padless.formats import (
     MN_MAJOR_ALIGNMENT,
     TILE_COLUMNS,
@@ -20,7 +20,6 @@ from padless.formats import (
     is_mn_major,
     round_up,
 )
-from padless.gradients import detached, refuse_gradients
 from padless.row_groups import ALIGNMENTS as ALIGNMENTS
 from padless.row_groups import SCALE_BLOCK as SCALE_BLOCK
 from padless.row_groups import GroupedColumns as GroupedColumns
@@ -224,7 +223,7 @@ def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch
     """The scales of t in their logical shape, whatever its scale_layout; "blocked_groups" needs offs."""
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {shown(t)}")
-    refuse_gradients(t=t)
+    check_readable(t=t)
     if offs is not None:
         _check_offs(offs)
     if t.scale_layout == "plain":

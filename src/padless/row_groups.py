@@ -15,11 +15,9 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
-from padless.gradients import refuse_gradients
+from padless.arguments import check_integer, check_readable, check_tensor_type, refuse_kinds
 
 ALIGNMENTS = (32, 128)  # tokens: one wgmma K step, or one line of shared memory
-COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens) that share a scale
 SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
 
 
@@ -155,7 +153,7 @@ class GroupedColumns:
     block: (features, tokens) that share a scale: (1, 128) or (128, 128).
     alignment: 32 or 128 tokens.
 
-    Raises ValueError for what is no tensor, another block or alignment, and a tensor that requires grad.
+    Raises ValueError for what is no tensor, and a tensor that requires grad; products look at the rest.
     """
 
     data: torch.Tensor
@@ -167,14 +165,9 @@ class GroupedColumns:
     alignment: int
 
     def __post_init__(self) -> None:
-        refuse_gradients(data=self.data, scale=self.scale)
+        check_readable(data=self.data, scale=self.scale)
         for name in ("data", "scale", "offs", "starts", "block_starts"):
             check_tensor_type(name, getattr(self, name))
-        if not is_one_of(self.block, COLUMN_BLOCKS) or not is_one_of(self.alignment, ALIGNMENTS):
-            raise ValueError(
-                f"block is {shown(self.block)} and alignment {shown(self.alignment)}; allowed: {COLUMN_BLOCKS} and "
-                f"{ALIGNMENTS}"
-            )
 
     @property
     def features(self) -> int:

@@ -178,7 +178,7 @@ GOOD: dict[tuple[str, str], tuple[str, ...]] = {
 # looks at.
 UNSEEN = {(name, "out_dtype") for name, call in CALLS.items() if call.arguments().get("out") is not None}
 UNSEEN |= {("grouped_gemm_swiglu_quant of cuDNN's tensors", "norm_const_tensor")}
-UNSEEN |= {("GroupedColumns", part) for part in ("data", "scale", "offs", "starts", "block_starts")}  # but by products
+UNSEEN |= {("GroupedColumns", part) for part in CALLS["GroupedColumns"].arguments()}  # but by products
 UNSEEN |= {("GroupedGemmQuant", p.name) for p in CALLS["GroupedGemmQuant"].signature.parameters.values()}
 
 

@@ -445,3 +445,13 @@ def test_operands_that_changed_since_they_were_missed_are_not_confused(device: D
     missed.remember_launch(out, None, lambda stream: None)
     padless.grouped_gemm(other, b, offs, out=out)
     assert device.prepared == 1, "other activations are packed for"
+
+
+def test_an_output_in_the_memory_of_known_operands_is_refused_each_time(device: Device) -> None:
+    a, b, offs = operands()
+    padless.grouped_gemm(a, b, offs, out=torch.empty(M, N, dtype=torch.bfloat16))
+    shared = b.data.view(torch.uint8).flatten()[: M * N * 2].view(torch.bfloat16).view(M, N)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^out shares memory with b\.data"):
+            padless.grouped_gemm(a, b, offs, out=shared)
+    assert len(device.launches) == 1

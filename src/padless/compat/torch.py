@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_flag, check_tensor_type, is_one_of, shown
+from padless.arguments import check_flag, check_readable, check_tensor_type, is_one_of, shown
 from padless.compat.torch_recipes import activations, columns, weights
 from padless.formats import OUT_DTYPES, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 
@@ -66,7 +65,7 @@ def scaled_grouped_mm(
     Raises:
         ValueError: anything else, with what is allowed.
     """
-    refuse_gradients(mat_a=mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias, offs=offs)
+    check_readable(mat_a=mat_a, mat_b=mat_b, scale_a=scale_a, scale_b=scale_b, bias=bias, offs=offs)
     for name, mat in (("mat_a", mat_a), ("mat_b", mat_b)):
         check_tensor_type(name, mat)
     check_flag("use_fast_accum", use_fast_accum)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from padless.arguments import refuse_gradients
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, tracked
 from padless.distributed.plan import ExpertPlan
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.gradients import once_differentiable, refuse_gradients
+from padless.gradients import once_differentiable
 from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection

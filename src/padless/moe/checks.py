@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
@@ -16,10 +15,11 @@ MAX_EXPERTS = MAX_GROUPS
 
 def check_matrix(name: str, t: object, rows: int | None, columns: int | None, device: torch.device) -> None:
     """Raises ValueError unless t is a (rows, columns) tensor of values on the device; None is any size."""
-    refuse_kinds(**{name: t})
     sizes = ("any" if rows is None else rows, "any" if columns is None else columns)
     if (
         not isinstance(t, torch.Tensor)
+        or t.layout is not torch.strided
+        or t.is_nested
         or t.dtype not in INPUT_DTYPES
         or t.dim() != 2
         or (rows is not None and t.shape[0] != rows)
@@ -39,8 +39,13 @@ def check_device(name: str, t: torch.Tensor | None, x: torch.Tensor) -> None:
 
 def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None:
     """Raises ValueError unless inverse is (T, k) int32 for so many tokens and rows."""
-    refuse_kinds(inverse=inverse)
-    if not isinstance(inverse, torch.Tensor) or inverse.dtype != torch.int32 or inverse.dim() != 2:
+    if (
+        not isinstance(inverse, torch.Tensor)
+        or inverse.layout is not torch.strided
+        or inverse.is_nested
+        or inverse.dtype != torch.int32
+        or inverse.dim() != 2
+    ):
         raise ValueError(f"inverse must be (T, k) int32 (see padless.moe.route), got {describe(inverse)}")
     if tokens is not None and inverse.shape[0] != tokens:
         raise ValueError(f"inverse must have a row for each of {tokens} tokens, got {describe(inverse)}")

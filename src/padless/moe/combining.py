@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import is_one_of, shown
-from padless.gradients import refuse_gradients
+from padless.arguments import check_readable, is_one_of, shown
 from padless.moe import ops
 from padless.moe.checks import check_inverse, check_matrix
 from padless.quantization.quantize import INPUT_DTYPES
@@ -38,7 +37,7 @@ def combine(
         check_matrix("weights", weights, tokens, top_k, y.device)
     if shared is not None:
         check_matrix("shared", shared, tokens, y.shape[1], y.device)
-    refuse_gradients(y=y, weights=weights, shared=shared)
+    check_readable(y=y, weights=weights, shared=shared)
     dtype = y.dtype if out_dtype is None else out_dtype
     if not is_one_of(dtype, INPUT_DTYPES):
         raise ValueError(f"out_dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
@@ -63,6 +62,6 @@ def combine_backward(
     check_matrix("y", y, inverse.numel(), None, inverse.device)
     check_matrix("dout", dout, inverse.shape[0], y.shape[1], y.device)
     check_matrix("weights", weights, inverse.shape[0], inverse.shape[1], y.device)
-    refuse_gradients(dout=dout, y=y, weights=weights)
+    check_readable(dout=dout, y=y, weights=weights)
     dy, dweights = ops.call("combine_backward", dout, y, inverse, weights)
     return dy, dweights

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_tensor_type, is_one_of, refuse_kinds, shown
+from padless.arguments import check_readable, check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.checks import check_device, check_inverse, check_matrix, on_device_of
@@ -92,7 +91,7 @@ def _check_gathered(
     global_scale: torch.Tensor | None,
 ) -> str:
     """The scale rule to use. Raises ValueError."""
-    refuse_gradients(x=x, global_scale=global_scale)
+    check_readable(x=x, global_scale=global_scale)
     rule = check_format(format, x.shape[1], scale_rule, scale_layout, global_scale)
     check_device("global_scale", global_scale, x)
     if global_scale is not None and global_scale.numel() != 1:
@@ -125,7 +124,7 @@ def activate_quantize(
     """
     check_tensor_type("x", x)
     check_matrix("x", x, None, None, x.device)
-    refuse_gradients(x=x, global_scale=global_scale, offs=offs)
+    check_readable(x=x, global_scale=global_scale, offs=offs)
     if not isinstance(activation, Activation):
         raise ValueError(f"activation must be a padless.moe.Activation, got {type(activation).__name__}")
     k = activation.out_columns(x.shape[1])

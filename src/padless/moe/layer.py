@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.arguments import check_integer, check_tensor_type, is_one_of, refuse_kinds, shown
+from padless.arguments import check_integer, check_readable, check_tensor_type, is_one_of, refuse_kinds, shown
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import (
     FORMAT_BY_NAME,
@@ -24,7 +24,6 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.gradients import refuse_gradients
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
@@ -116,7 +115,7 @@ def moe(
         act = Activation(activation, gate_up, alpha, limit, up_offset)
         _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
         experts, n = w13.data.shape[:2]
-        refuse_gradients(
+        check_readable(
             bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
         )
         _check_vector("bias13", bias13, [(experts, n)], INPUT_DTYPES, x.device)
@@ -338,7 +337,8 @@ def _check_vector(
 ) -> None:
     if t is None:
         return
-    refuse_kinds(**{name: t})
+    if isinstance(t, torch.Tensor) and (t.layout is not torch.strided or t.is_nested):
+        refuse_kinds(**{name: t})
     if not isinstance(t, torch.Tensor) or tuple(t.shape) not in shapes or t.dtype not in dtypes or t.device != device:
         allowed = " or ".join(map(str, shapes))
         kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

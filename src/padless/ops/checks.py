@@ -30,7 +30,10 @@ def describe(value: object) -> str:
     if isinstance(value, BlockScaledTensor):
         value = value.data
     if isinstance(value, torch.Tensor):
-        return "a nested tensor" if value.is_nested else f"{tuple(value.shape)} {value.dtype} on {value.device}"
+        if value.is_nested:
+            return "a nested tensor"
+        kind = "" if value.layout is torch.strided else f"{value.layout} "
+        return f"{kind}{tuple(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__
 
 

@@ -10,9 +10,8 @@ from typing import cast
 
 import torch
 
-from padless.arguments import check_flag, refuse_kinds, shown
+from padless.arguments import check_flag, check_readable, refuse_kinds, shown
 from padless.formats import BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice, tile_of
 from padless.kernels.table import check_config, find_route, format_name
 from padless.ops import launch_cache, traced
@@ -170,7 +169,7 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     """A call that is not like one before: check, find, prepare, launch. The weights of "gemm" come as (N, K)."""
     # Check what any way of computing needs.
-    refuse_gradients(a=a, b=b, offs=offs, out=out)
+    check_readable(a=a, b=b, offs=offs, out=out)
     weights = as_one_group(b) if operation == "gemm" else b
     if not missed.checked:
         check_operands(operation, a, weights, offs)

@@ -6,10 +6,9 @@ from dataclasses import fields, replace
 
 import torch
 
-from padless.arguments import check_flag, check_integer, shown
+from padless.arguments import check_flag, check_integer, check_readable, detached, shown
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import BlockScaledTensor
-from padless.gradients import detached, refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_offs_values, check_operands, data_of
 from padless.ops.epilogue_checks import check_outputs_apart, check_tensors
@@ -56,7 +55,7 @@ def grouped_gemm_epilogue(
             device. Nothing is done in several launches instead: for that, call
             grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    refuse_gradients(a=a, b=b, offs=offs)
+    check_readable(a=a, b=b, offs=offs)
     check_flag("check_offs", check_offs)
     if not isinstance(epilogue, Epilogue):
         raise ValueError(f"epilogue must be a padless.Epilogue, got {shown(epilogue)}")

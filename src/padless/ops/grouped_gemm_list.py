@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import check_readable, is_one_of, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import keep
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
@@ -61,7 +60,7 @@ def grouped_gemm_list(
     Raises:
         ValueError: an argument is not allowed; the message names it, what it was and what is allowed.
     """
-    refuse_gradients(a=a, b=b, out=out, alpha=alpha)
+    check_readable(a=a, b=b, out=out, alpha=alpha)
     outputs = _check(a, b, out, out_dtype, alpha)
     if outputs and is_traced(outputs[0]):
         return traced.products(a, b, outputs, alpha, backend, config)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_flag
-from padless.gradients import refuse_gradients
+from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.sm90_bf16_plain import host
@@ -47,8 +46,7 @@ def grouped_gemm_plain(
     """out[rows of g] = a[rows of g] @ b[g].T: ``grouped_gemm`` for bfloat16 a (M, K) and b (G, N, K), K or N contiguous.
     dense: ``gemm`` for b (N, K), without offs.
     """
-    refuse_gradients(a=a, b=b, offs=offs, out=out)
-    check_flag("check_offs", check_offs)
+    refuse_gradients(a=a, b=b, out=out)
     if config is not None and config is not Bf16PlainConfig and not isinstance(config, Bf16PlainConfig):
         name = config.__name__ if isinstance(config, type) else type(config).__name__
         raise ValueError(f"config is a {name}; plain tensors take a Bf16PlainConfig")
@@ -59,6 +57,8 @@ def grouped_gemm_plain(
         if known is not None:
             known(current_stream(out.device.index or 0))
             return out
+    refuse_kinds(a=a, b=b, offs=offs, out=out)
+    check_flag("check_offs", check_offs)
     weights = b[None] if dense else b
     _check_operands(a, weights)
     if not dense:

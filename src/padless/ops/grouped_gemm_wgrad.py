@@ -6,9 +6,8 @@ from typing import Any, cast
 
 import torch
 
-from padless.arguments import check_flag
+from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.formats import ceil_div
-from padless.gradients import refuse_gradients
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad import host
@@ -95,13 +94,14 @@ def _of_copies(
     config: object,
 ) -> torch.Tensor:
     refuse_gradients(dy=dy, x=x, out=out)
-    check_flag("accumulate", accumulate)
     if config is not None and not isinstance(config, WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; copies of grouped columns take a WgradConfig")
     on_gpu = type(dy) is GroupedColumns and dy.data.is_cuda and backend in (None, "cuda")
     if out is not None and on_gpu and (known := known_launch(_facts_of(dy, x, out, accumulate, config))) is not None:
         known(current_stream(out.device.index or 0))
         return out
+    refuse_kinds(dy=dy, x=x, out=out)
+    check_flag("accumulate", accumulate)
     _check_operands(dy, x)
     shape = (dy.num_groups, dy.features, x.features)
     result = gradient_output(shape, dy.data.device, out, out_dtype, accumulate)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag
-from padless.gradients import refuse_gradients
+from padless.arguments import check_flag, check_readable
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
@@ -50,7 +49,7 @@ def grouped_gemm_wgrad_mxfp8(
 
     The kernel is verified by emulation; its speed has never been measured. Raises ValueError.
     """
-    refuse_gradients(dy=dy[0], x=x[0], out=out)
+    check_readable(dy=dy[0], x=x[0], out=out)
     check_flag("accumulate", accumulate)
     check_ends(offs, None, "dy", dy[0].device)
     if offs.shape[0] > MAX_GROUPS:

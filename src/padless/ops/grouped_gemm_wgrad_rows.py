@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag
-from padless.gradients import refuse_gradients
+from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
@@ -34,8 +33,7 @@ def grouped_gemm_wgrad_rows(
     config: object,
 ) -> torch.Tensor:
     """out[g] (+)= dy[rows of g]^T @ x[rows of g], (G, N, K): ``grouped_gemm_wgrad`` for dy (M, N) and x (M, K)."""
-    refuse_gradients(dy=dy, x=x, offs=offs, out=out)
-    check_flag("accumulate", accumulate)
+    refuse_gradients(dy=dy, x=x, out=out)
     if config is not None and not isinstance(config, Bf16WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; rows take a Bf16WgradConfig")
     if isinstance(offs, torch.Tensor) and offs.dtype is torch.int64:
@@ -45,6 +43,8 @@ def grouped_gemm_wgrad_rows(
     if out is not None and on_gpu and (known := known_launch(facts_of(settings, out, *inputs))) is not None:
         known(current_stream(out.device.index or 0))
         return out
+    refuse_kinds(dy=dy, x=x, offs=offs, out=out)
+    check_flag("accumulate", accumulate)
     ends = _check_operands(dy, x, offs)
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)

@@ -14,7 +14,7 @@ from numbers import Real
 import torch
 
 from padless import layouts
-from padless.arguments import check_tensor_type, is_one_of, shown
+from padless.arguments import check_readable, is_one_of, shown
 from padless.formats import (
     FORMATS,
     FP8_BLOCK,
@@ -27,7 +27,6 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.quantization import traced
 from padless.row_groups import is_integers, is_readable, is_traced, row_groups_of
@@ -81,7 +80,7 @@ def quantize(
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
     """
-    refuse_gradients(x=x, global_scale=global_scale, offs=offs, rows=rows)
+    check_readable(x=x, global_scale=global_scale, offs=offs, rows=rows)
     _check_x(x, format, kind)
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
@@ -119,7 +118,7 @@ def dequantize(
     """
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
-    refuse_gradients(t=t, offs=offs)
+    check_readable(t=t, offs=offs)
     if not is_one_of(dtype, (*INPUT_DTYPES, torch.float64)):
         raise ValueError(
             f"dtype is {shown(dtype)}; allowed: torch.float32, torch.bfloat16, torch.float16, torch.float64"
@@ -223,7 +222,8 @@ def _per_row(values: torch.Tensor, shape: tuple[int, ...], offs: torch.Tensor | 
 
 
 def _check_x(x: torch.Tensor, format: BlockScaledFormat, kind: str) -> None:
-    check_tensor_type("x", x)
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in INPUT_DTYPES:
         raise ValueError(f"x must be bfloat16, float16 or float32, got {x.dtype}")
     if not isinstance(format, BlockScaledFormat):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag, is_one_of, refuse_kinds, shown
+from padless.arguments import check_flag, check_readable, is_one_of, refuse_kinds, shown
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.gradients import refuse_gradients
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
-from padless.row_groups import COLUMN_BLOCKS
 from padless.runtime.devices import hopper_driver, on_device_of
 from padless.runtime.operators import register_operator
+
+COLUMN_BLOCKS = ((1, 128), (128, 128))  # (features, tokens)
 
 # Tokens a group, on average, from which groups are aligned to 128 tokens: the slack is then at most an eighth of the
 # codes, and a product along the tokens reads whole lines (3 to 4.5% of its time).
@@ -49,7 +49,7 @@ def quantize_rows_columns(
 
     One or two launches on a GPU, no synchronisation. Raises ValueError for what is not allowed above.
     """
-    refuse_gradients(x=x, offs=offs, tokens=tokens)
+    check_readable(x=x, offs=offs, tokens=tokens)
     check_flag("rows", rows)
     check_values("x", x, "(M, features)")
     offs = checked_offs(offs, x, "x")

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import check_readable, is_one_of, shown
 from padless.epilogue import INTERLEAVE
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.gradients import refuse_gradients
 from padless.layouts import GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules, swiglu_rules
 from padless.quantization import rules as quantize_rules
@@ -73,7 +72,7 @@ def swiglu_backward_quantize(
     On a GPU one kernel that reads 6 I bytes and writes 5 I a row of 16-bit values, and one or two small ones; no
     synchronisation; the same bits each time. Raises ValueError for what is not allowed above.
     """
-    refuse_gradients(dh=dh, z=z, offs=offs, prob=prob)
+    check_readable(dh=dh, z=z, offs=offs, prob=prob)
     check_values("dh", dh, "(M, I)")
     check_values("z", z, "(M, 2 I)")
     num_rows, hidden = dh.shape

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_readable
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.quantization import rules as quantize_rules
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
 from padless.runtime.devices import on_device_of
@@ -22,7 +22,7 @@ def quantize_weight_both(w: torch.Tensor) -> tuple[BlockScaledTensor, BlockScale
 
     One launch on a GPU. Raises ValueError for what is not allowed above.
     """
-    refuse_gradients(w=w)
+    check_readable(w=w)
     if not isinstance(w, torch.Tensor):
         raise ValueError(f"w must be a torch.Tensor, got {type(w).__name__}")
     if w.dtype not in INPUT_DTYPES:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import check_readable, is_one_of, shown
 from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import GATE_UP, NAMES, SEMANTICS, Bound, Inputs, Kind, Operands
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, Stream, stream_handle
 from padless.epilogue import COLUMN_FORMATS, NORM_CONST_RULES, Epilogue, EpilogueTensors, column_tiles
 from padless.formats import BlockScaledFormat, ceil_div
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_checks import check_outputs_apart
@@ -174,7 +173,7 @@ class GroupedGemmQuant:
             **{name: given[name] for name in _OPTIONS},
         )
         samples = self._samples.tensors().items()
-        refuse_gradients(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
+        check_readable(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
         self._backend, self._config = backend, config
         self._kind: Kind | None = None
         self._compiled = False
@@ -217,7 +216,7 @@ class GroupedGemmQuant:
             sfd_row_tensor=sfd_row_tensor, sfd_col_tensor=sfd_col_tensor, amax_tensor=amax_tensor,
             norm_const_tensor=norm_const_tensor, prob_tensor=prob_tensor, bias_tensor=bias_tensor,
         )  # fmt: skip
-        refuse_gradients(**given.tensors())
+        check_readable(**given.tensors())
         if not self._compiled or self._kind is None:
             self.check_support()
             raise RuntimeError("call compile() first")

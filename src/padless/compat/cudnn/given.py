@@ -10,10 +10,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from padless.arguments import check_readable
 from padless.compat.cudnn.operands import Operands
 from padless.epilogue import Epilogue, EpilogueTensors, row_scale_shape
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.gradients import refuse_gradients
 from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_run import check_tensor
 
@@ -48,7 +48,7 @@ def format_from(out: object, given: dict[str, Any]) -> BlockScaledTensor | None:
         return None
     if not isinstance(out, BlockScaledTensor):
         raise ValueError(f"out must be a BlockScaledTensor to write codes and scales into, got {describe(out)}")
-    refuse_gradients(out=out)
+    check_readable(out=out)
     for name, value in (
         ("d_format", out.format),
         ("row_layout", _layout(out)),

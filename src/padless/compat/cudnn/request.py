@@ -7,11 +7,10 @@ from typing import SupportsInt, cast
 
 import torch
 
-from padless.arguments import check_flag, is_one_of, shown
+from padless.arguments import check_flag, check_readable, is_one_of, shown
 from padless.compat.cudnn.operands import SEMANTICS, Bound, Inputs
 from padless.epilogue import COLUMN_FORMATS, MX_FORMATS, NORM_CONST_RULES, ROW_FORMATS, Epilogue
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
-from padless.gradients import refuse_gradients
 from padless.kernels.launch import KernelChoice
 from padless.ops.checks import check_offs_aligned, check_offs_values
 from padless.ops.epilogue_run import check_columns, check_m_aligned, default_row_layout
@@ -43,7 +42,7 @@ class CudnnRequest(Inputs):
 
     def resolve(self) -> Bound:
         """Operands, epilogue and its operands. Raises ValueError in the arguments' words for what is not allowed."""
-        refuse_gradients(**{field.name: getattr(self, field.name) for field in fields(self)})
+        check_readable(**{field.name: getattr(self, field.name) for field in fields(self)})
         self.check_fixed()
         for name in ("row_output", "column_output", "return_amax", "check_offs"):
             if (flag := getattr(self, name)) is not None or name in ("row_output", "check_offs"):
