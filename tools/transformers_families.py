@@ -244,7 +244,7 @@ def _computes(model: Any, decisions: list[Any], want: torch.Tensor) -> tuple[str
 
 
 def _short(refusal: str) -> str:
-    """What a refusal to save says of the experts, without their sizes and names."""
+    """The part of a refusal to save that is about the experts, without their sizes and names."""
     known: tuple[str, ...] = (
         "biases or a norm",
         "a configuration of which transformers makes no FP8 experts",

@@ -34,7 +34,7 @@ class Engine:
 
     @property
     def remedy(self) -> str:
-        """What helps in any case."""
+        """The remedy of every case."""
         return f"start {self.name} without {self.option}"
 
     def open(self, register: Callable[[], None], *, others: bool = False) -> None:

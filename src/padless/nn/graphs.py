@@ -27,7 +27,7 @@ class Recorded(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the graphs of a layer are captured: the memory that they share, and a stream of its GPU."""
+    """Place of a layer's captured graphs: the memory that they share, and a stream of its GPU."""
 
     pool: Any
     stream: torch.cuda.Stream

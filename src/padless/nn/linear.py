@@ -63,7 +63,7 @@ class QuantizedModule(nn.Module):
         self._codes[name] = WeightCodes()
 
     def _operands(self, name: str, parameter: torch.Tensor, weight: torch.Tensor, backward: bool) -> WeightOperands:
-        """What products read of a weight, which is this rank's part of the parameter of that name."""
+        """Operands of the products that read a weight, which is this rank's part of the parameter of that name."""
         refuse_kinds(**{name: weight})
         codes = self._codes[name]
         if codes.pinned is not None:

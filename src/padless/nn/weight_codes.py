@@ -31,7 +31,7 @@ register_optimizer_step_post_hook(_count_step)
 
 
 class WeightOperands(NamedTuple):
-    """What the two products that read a weight (G, N, K) take.
+    """Operands of the two products that read a weight (G, N, K).
 
     forward: FP8_BLOCK or MXFP8 (G, N, K), or the weight in bfloat16, rounded to NVFP4's values for NVFP4. dgrad:
         FP8_BLOCK or MXFP8 (G, K, N), or a bfloat16 weight (G, N, K), the forward product's where the formats are equal.

@@ -94,7 +94,7 @@ def subjects_of(backend: BackendName, arch: str, states: bool = False) -> dict[s
 
 
 def judged(problem: Problem, place: Place) -> list[str]:
-    """What is wrong with one problem: names of judgements, or the error of a call that raised. Waits for the device.
+    """Findings about one problem: names of judgements, or the error of a call that raised. Waits for the device.
 
     A call that is refused with a ValueError has nothing wrong, but with the reference, which refuses none.
     """
