@@ -16,7 +16,7 @@ METHODS = ("fp8", "mxfp4", "gpt_oss_mxfp4")
 
 
 class PadlessConfig(QuantizationConfig):
-    """The quantization that `--quantization padless` names: `from_config` gives the configuration for the checkpoint's own method."""
+    """Quantization "padless" of the command line; `from_config` gives that of the checkpoint's own method."""
 
     @classmethod
     def get_name(cls) -> str:
