@@ -15,8 +15,9 @@ from padless.distributed.functions import tracked
 from padless.formats import NVFP4
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
-from padless.nn.linear import QuantizedModule, check_dtype, has_backward
+from padless.nn.linear import QuantizedModule, check_dtype
 from padless.nn.recipe import Recipe
+from padless.nn.weight_codes import has_backward
 from padless.nn.weight_gradient import DelayedWgrad
 from padless.runtime.choices import Score, SwigluGateUp
 

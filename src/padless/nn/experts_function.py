@@ -40,7 +40,15 @@ from padless.nn.linear_function import (
 from padless.nn.products import Columns, Rows, product, swiglu_product
 from padless.nn.quantizers import activation_gradients, quantized
 from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
-from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
+from padless.nn.weight_codes import (
+    WeightOperands,
+    flat,
+    flat_operands,
+    has_backward,
+    joined,
+    joined_operands,
+    weight_operands,
+)
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.quantization.lifting import lowered_by_lift
 from padless.quantization.swiglu_backward import GATE_UP
@@ -101,8 +109,9 @@ def experts(
             "multiples of 16"
         )
     check_gate_up(gate_up, w13.shape[1] // 2)
-    made13 = weight_operands(w13, recipe) if operands13 is None else operands13
-    made2 = weight_operands(w2, recipe) if operands2 is None else operands2
+    backward = has_backward(x, top_k_weights, w13, w2)
+    made13 = weight_operands(w13, recipe, backward=backward) if operands13 is None else operands13
+    made2 = weight_operands(w2, recipe, backward=backward) if operands2 is None else operands2
     plan = Plan(recipe, gate_up, delayed_wgrad)
     return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, made13, made2)
 

@@ -12,7 +12,7 @@ from padless.arguments import check_device, check_flag, check_integer, check_typ
 from padless.kernels.config import MAX_GROUPS
 from padless.nn.linear_function import check_sizes, grouped_linear
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import WeightCodes, WeightOperands, weight_operands
+from padless.nn.weight_codes import WeightCodes, WeightOperands, has_backward, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad
 from padless.quantization.quantize import INPUT_DTYPES
 
@@ -78,11 +78,6 @@ class QuantizedModule(nn.Module):
             weight: torch.Tensor = getattr(self, name)
             bound = 1 / math.sqrt(weight.shape[2])
             nn.init.uniform_(weight, -bound, bound)
-
-
-def has_backward(*tensors: torch.Tensor) -> bool:
-    """Whether autograd follows a call of these tensors."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 def check_dtype(dtype: object) -> None:

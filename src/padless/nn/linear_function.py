@@ -17,7 +17,15 @@ from padless.nn.nvfp4 import padded_offs
 from padless.nn.products import Columns, Rows, product
 from padless.nn.quantizers import quantize_rows, rows_and_columns
 from padless.nn.recipe import Format, Recipe, as_recipe, is_block_scaled
-from padless.nn.weight_codes import WeightOperands, flat, flat_operands, joined, joined_operands, weight_operands
+from padless.nn.weight_codes import (
+    WeightOperands,
+    flat,
+    flat_operands,
+    has_backward,
+    joined,
+    joined_operands,
+    weight_operands,
+)
 from padless.nn.weight_gradient import DelayedWgrad, deliver
 from padless.ops.checks import describe
 from padless.quantization.lifting import lift
@@ -65,7 +73,7 @@ def grouped_linear(
     offs = checked_offs(offs, x, "x")
     if offs.shape[0] != weight.shape[0]:
         raise ValueError(f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many")
-    made = weight_operands(weight, recipe) if operands is None else operands
+    made = weight_operands(weight, recipe, backward=has_backward(x, weight)) if operands is None else operands
     y: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
         x, weight, offs, recipe, delayed_wgrad, *flat_operands(made)
     )

@@ -42,6 +42,11 @@ class WeightOperands(NamedTuple):
     dgrad: BlockScaledTensor | torch.Tensor
 
 
+def has_backward(*tensors: torch.Tensor) -> bool:
+    """Whether autograd follows a call of these tensors."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 def weight_operands(weight: torch.Tensor, recipe: Recipe, *, backward: bool = True) -> WeightOperands:
     """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd.
 
