@@ -111,6 +111,8 @@ def moe(
     activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that requires grad
     is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
+    if ep is not None and not hasattr(ep, "_moe"):
+        raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
     with nullcontext() if ep is None else ep.checking():
         act = Activation(activation, gate_up, alpha, limit, up_offset)
         _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
@@ -137,8 +139,6 @@ def moe(
     first, second = Projection(w13, bias13, backend), Projection(w2, bias2, backend)
     scales = (global_scale1, global_scale2)
     if ep is not None:
-        if not hasattr(ep, "_moe"):
-            raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
         format = FORMAT_BY_NAME.get(name)
         layer = (first, second, act, format, _scales(x, format, scales))
         return ep._moe(x, top_k_index, top_k_weights, layer, shared, dtype, num_experts)

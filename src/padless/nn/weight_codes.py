@@ -42,9 +42,9 @@ class WeightOperands(NamedTuple):
     dgrad: BlockScaledTensor | torch.Tensor
 
 
-def has_backward(*tensors: torch.Tensor) -> bool:
-    """Whether autograd follows a call of these tensors."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def has_backward(*arguments: object) -> bool:
+    """Whether autograd follows a call of these tensors; what is no tensor is refused later."""
+    return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in arguments)
 
 
 def weight_operands(weight: torch.Tensor, recipe: Recipe, *, backward: bool = True) -> WeightOperands:
