@@ -225,7 +225,7 @@ def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch
         raise ValueError(f"t must be a BlockScaledTensor, got {shown(t)}")
     check_readable(t=t)
     if offs is not None:
-        _check_offs(offs)
+        _check_offs(offs, least=0)
     if t.scale_layout == "plain":
         return detached("t.scale", t.scale)
     rows, columns = t.data.shape[-2], t.scale_columns
@@ -245,12 +245,11 @@ def _group_ends(offs: torch.Tensor, rows: int) -> torch.Tensor:
     return offs.to(torch.int64).clamp(0, rows).cummax(0).values
 
 
-def _check_offs(offs: object) -> None:
+def _check_offs(offs: object, least: int = 1) -> None:
     check_tensor_type("offs", offs)
-    if not is_integers(offs) or offs.shape[0] == 0:
-        raise ValueError(
-            f"offs must be a 1-D tensor of integers, int32 or int64, of at least one end row, got {shown(offs)}"
-        )
+    if not is_integers(offs) or offs.shape[0] < least:
+        of_rows = "of at least one end row, " if least else ""
+        raise ValueError(f"offs must be a 1-D tensor of integers, int32 or int64, {of_rows}got {shown(offs)}")
 
 
 def _check_sizes(**sizes: object) -> None:

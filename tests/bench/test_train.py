@@ -89,12 +89,17 @@ def test_wrong_and_broken_contenders_are_noticed_and_not_timed(problem: TrainPro
 
 
 def test_codes_are_made_in_every_step_or_kept(problem: TrainProblem, monkeypatch: pytest.MonkeyPatch) -> None:
-    from padless.nn import weight_codes
+    from padless.nn import linear, weight_codes
 
     made: list[int] = []
     right = weight_codes.weight_operands
-    for module in (weight_codes, contenders):
-        monkeypatch.setattr(module, "weight_operands", lambda w, recipe: made.append(1) or right(w, recipe))
+
+    def counted(weight: torch.Tensor, recipe: Any, **how: Any) -> Any:
+        made.append(1)
+        return right(weight, recipe, **how)
+
+    for module in (linear, contenders):
+        monkeypatch.setattr(module, "weight_operands", counted)
     for name, expected in (("padless fp8", 6), ("padless fp8" + KEPT, 2)):
         made.clear()
         step = contenders.padless_step(problem, name, contenders.MEASURED["padless fp8"])

@@ -362,7 +362,7 @@ def wrong_calls(ranks: Ranks) -> None:
         (lambda: layer(x.float(), ids, weights), lambda: layer(x, ids, weights), "convert x"),
         (lambda: layer(x[:, :32], ids, weights), lambda: layer(x, ids, weights), "x must be"),
         (lambda: nvfp4(x, ids, weights), lambda: layer(x, ids, weights), "NVFP4's global scale"),
-        (lambda: model(x[:, :32]), lambda: model(x), ""),
+        (lambda: model(x[:, :32]), lambda: model(x), "x must be"),
         (
             lambda: expert_parallel_moe(x, ids, weights, ep, w13=w[0]),
             lambda: expert_parallel_moe(x, ids, weights, ep, w13=w[0], w2=w[1]),

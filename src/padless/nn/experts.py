@@ -261,11 +261,11 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The layer's output for x (.., H), of its shape and dtype."""
-        check_tensor_type("x", x)
-        hidden = self.experts.hidden
-        if x.dim() == 0 or x.shape[-1] != hidden or not x.is_floating_point():
-            raise ValueError(f"x must be (.., {hidden}) in bfloat16, float16 or float32, got {shown(x)}")
         with checking(self.experts.ep):
+            check_tensor_type("x", x)
+            hidden = self.experts.hidden
+            if x.dim() == 0 or x.shape[-1] != hidden or not x.is_floating_point():
+                raise ValueError(f"x must be (.., {hidden}) in bfloat16, float16 or float32, got {shown(x)}")
             tokens = x.reshape(-1, x.shape[-1])
             _, index, weights = self.route(tokens)
             shared = None if self.shared is None else self.shared(tokens)
