@@ -189,11 +189,15 @@ def checks_section(path: Path) -> list[str]:
 
 
 def fuzz_section(path: Path) -> list[str]:
-    """Problems of all runs of `padless fuzz`, by what computed them, and how many were wrong."""
+    """Problems of all runs of `padless fuzz`, and sequences of its option --states, by what computed them; how many
+    were wrong.
+    """
     runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     sums: dict[str, list[int]] = {}
     for run in runs:
         where = run["machine"]["gpu"] if run["backend"] == "cuda" else f"backend `{run['backend']}` on a CPU"
+        if run["by_call"] and all(call.startswith("states.") for call in run["by_call"]):
+            where += " (sequences of operations)"
         of = sums.setdefault(where, [0, 0])
         of[0] += run["problems"]
         of[1] += 1

@@ -423,13 +423,20 @@ def test_checks_by_hand(tmp_path):
 
 
 def test_fuzzed_problems_are_added_up_by_what_computed_them(tmp_path):
-    def run(backend: str, problems: int, wrong: int = 0, gpu: str = "NVIDIA H200") -> dict:
-        return {"backend": backend, "machine": {"gpu": gpu}, "problems": problems, "wrong": [{}] * wrong, "ended": []}
+    def run(backend: str, problems: int, wrong: int = 0, gpu: str = "NVIDIA H200", sequences: bool = False) -> dict:
+        calls = {"states.moe": problems} if sequences else {"gemm": problems}
+        about = {"backend": backend, "machine": {"gpu": gpu}, "problems": problems, "by_call": calls}
+        return about | {"wrong": [{}] * wrong, "ended": []}
 
-    path = write(tmp_path, "fuzz.jsonl", run("cuda", 1000), run("reference", 7), run("cuda", 234, 2))
+    states = run("reference", 5, sequences=True)
+    path = write(tmp_path, "fuzz.jsonl", run("cuda", 1000), run("reference", 7), run("cuda", 234, 2), states)
     (text,) = fuzz_section(path)
     text = " ".join(text.split())
-    assert text.endswith("1,234 on NVIDIA H200 in 2 runs and 7 on backend `reference` on a CPU in 1 run; 2 wrong.")
+    on_cpu = "backend `reference` on a CPU"
+    assert text.endswith(
+        f"1,234 on NVIDIA H200 in 2 runs, 7 on {on_cpu} in 1 run and 5 on {on_cpu} (sequences of operations) in 1 run; "
+        "2 wrong."
+    )
     runs = [json.loads(line) for line in (RECORDS / "fuzz.jsonl").read_text().splitlines()]
     on_gpus = sum(run["problems"] for run in runs if run["backend"] == "cuda")
     assert f"{on_gpus:,}" in (RECORDS / "README.md").read_text()
