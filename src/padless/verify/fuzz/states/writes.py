@@ -281,7 +281,9 @@ def averaged_model(layer: Layer, r: random.Random) -> None:
 
 
 def swapped_tensors(layer: Layer, r: random.Random) -> None:
-    """torch.utils.swap_tensors, for which nothing may refer to a parameter weakly."""
+    """torch.utils.swap_tensors, for which nothing may refer to a parameter weakly, and no graph as a hook has."""
+    if not layer.is_plain:
+        return
     parameter = layer.parameter(r)
     torch.utils.swap_tensors(parameter, nn.Parameter(layer.values(parameter.detach(), r), parameter.requires_grad))
     layer.uncounted()
