@@ -40,7 +40,7 @@ struct alignas(1024) SharedStorageOf {
     uint64_t d_loaded[NUM_MMA_WARPGROUPS][NUM_D];  // where ACCUMULATE
     uint64_t next_tile_wanted;
     TileQueueStorage queue;
-    RankedGroups<MAX_GROUPS> groups;
+    SortedGroups<MAX_GROUPS> groups;
 };
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
