@@ -244,7 +244,7 @@ def many_groups() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("sizes", many_groups().values(), ids=many_groups().keys())
 def test_many_groups(device: Device, sizes: list[int]) -> None:
-    """Where places are counted and where runs are merged: the table's warps are two, so up to 64 groups and from 65 on."""
+    """Up to 64 groups with rows have their places counted by the two warps; the order of more is merged."""
     offs, walk = ends_of(tuple(sizes)), walk_of_groups(ends_of(tuple(sizes)), sum(sizes))
     table = device.table(offs, sum(sizes), 64)
     assert table.cleaned == offs

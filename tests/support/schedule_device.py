@@ -25,12 +25,8 @@ BLOCKS_M = (64, 128, 256)
 BLOCKS_N = (128, 192, 256)
 RASTERS = (3, 8, 16)
 ALL_SHAPES: tuple[Shape, ...] = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
-HEADERS = (
-    "device/pipeline.cuh",
-    "device/scheduler.cuh",
-    "device/sorted_groups.cuh",
-    "device/group_table.cuh",
-    "device/tile_queue.cuh",
+HEADERS = tuple(
+    f"device/{name}.cuh" for name in ("pipeline", "scheduler", "sorted_groups", "group_table", "tile_queue")
 )
 
 SHIM = Path(__file__).with_name("schedule_shim.cpp")
