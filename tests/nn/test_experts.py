@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from padless import moe
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4
 from padless.nn import Experts, GroupedLinear, Recipe, experts_function, linear_function
 from padless.nn.products import Rows
@@ -61,21 +60,6 @@ def test_gradients_are_those_of_the_recipe(name: str, intermediate: int) -> None
     for what in want:
         assert sqnr(got[what], want[what]) >= 50.0, what
         assert worst_row(got[what], want[what]) <= 0.02, what
-
-
-@pytest.mark.parametrize("name", [name for name in EVERY_RECIPE if EVERY_RECIPE[name].forward in (FP8_BLOCK, MXFP8)])
-@pytest.mark.parametrize("intermediate", [160, 192])
-@pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
-def test_bits_are_those_of_inference(name: str, intermediate: int, gate_up: str) -> None:
-    problem, recipe = layer(intermediate=intermediate), EVERY_RECIPE[name]
-    x, w13, w2 = (t.bfloat16() for t in (problem.x, problem.w13, problem.w2))
-    made = Experts(x.shape[1], intermediate, len(w13), recipe=recipe, gate_up=gate_up, dtype=torch.bfloat16)
-    with torch.no_grad():
-        made.w13.copy_(w13)
-        made.w2.copy_(w2)
-    codes = (quantize(w, recipe.forward, kind="weight") for w in (w13, w2))
-    want = moe.moe(x, problem.index, problem.prob, *codes, gate_up=gate_up)
-    assert torch.equal(made(x, problem.index, problem.prob), want)
 
 
 def test_a_compact_layer_keeps_the_least_slack() -> None:
