@@ -1,4 +1,4 @@
-"""The first projection in one launch: the bits of the public call, and packed launches that are found again."""
+"""The first projection in one launch: the bits of two launches, and packed launches that are found again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm_swiglu_quant
-from padless.moe import fused
-from padless.moe.layer import ACTIVATIONS, gathered
+from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
+from padless.moe import Activation, activate_quantize, fused
+from padless.moe.layer import ACTIVATIONS, Projection, gathered
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
 from support.triton_cases import bits
 
@@ -28,18 +28,16 @@ def operands(pair: Any) -> tuple[Any, Any, Any, Any]:
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
-def test_bits_of_the_public_call(pair: Any, has_bias: bool, gate_up: str) -> None:
+def test_bits_of_two_launches(pair: Any, has_bias: bool, gate_up: str) -> None:
     a, w, offs, format = operands(pair)
     bias = torch.randn(5, 256).bfloat16() if has_bias else None
     scale = torch.tensor([0.02]) if format == NVFP4 else None
     got = fused.swiglu(a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None)
-    out = grouped_gemm_swiglu_quant(
-        gate_up=gate_up, a_tensor=a, b_tensor=w, padded_offsets=offs, d_format=format, bias_tensor=bias,
-        row_layout=None if format in (None, FP8_BLOCK) else "plain", global_scale_tensor=scale, column_output=False,
-    )  # fmt: skip
+    product = Projection(w, bias, None).product(a, offs)
+    want = activate_quantize(product, Activation(gate_up=gate_up), format, global_scale=scale, offs=offs)
     end = int(offs[-1])
-    want = out["d_tensor"] if format is None else out.row
     if isinstance(got, BlockScaledTensor):
+        assert isinstance(want, BlockScaledTensor)
         assert torch.equal(bits(got.data[:end]), bits(want.data[:end]))
         assert torch.equal(bits(got.scale[:end]), bits(want.scale[:end]))
         assert got.scale.stride() == want.scale.stride()

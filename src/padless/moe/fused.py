@@ -33,10 +33,9 @@ def fuses(
 ) -> bool:
     """Whether the GEMM's epilogue computes the activation and quantizes: SwiGLU, with a limit, alpha and offset too.
 
-    format: of the activated rows, None for bfloat16. It follows from formats, weights and where they are alone, never
-    from the number of tokens: the epilogue activates float32 sums and the separate pass sums rounded to bfloat16. Gate
-    and up are halves or runs of 32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in
-    FP4 weights, I a multiple of 32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
+    format: of the activated rows, None for bfloat16. The bits are the same either way. Gate and up are halves or runs of
+    32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in FP4 weights, I a multiple of
+    32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
     """
     if activation.kind != "swiglu":
         return False
@@ -72,11 +71,18 @@ def epilogue_of(
 ) -> Epilogue:
     """SwiGLU, quantized to format with scales that the next product reads, or rounded to bfloat16 for None."""
     if format is None:
-        return Epilogue(bias=has_bias, activation=f"swiglu_{gate_up}", gate_rule=gate_rule, d_dtype=torch.bfloat16)
+        return Epilogue(
+            bias=has_bias,
+            activation=f"swiglu_{gate_up}",
+            gate_rule=gate_rule,
+            gate_in_bf16=True,
+            d_dtype=torch.bfloat16,
+        )
     return Epilogue(
         bias=has_bias,
         activation=f"swiglu_{gate_up}",
         gate_rule=gate_rule,
+        gate_in_bf16=True,
         row_format=format,
         row_layout="plain_mn" if format == FP8_BLOCK else "plain",
         scale_rule=SCALE_RULES.get(format.name, "rceil"),

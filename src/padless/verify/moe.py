@@ -34,7 +34,6 @@ from padless.moe import (
     route_quantize,
     twins,
 )
-from padless.moe.fused import fuses
 from padless.moe.layer import Projection
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.choices import ScaleLayout
@@ -347,12 +346,9 @@ def composed(layer: Layer) -> torch.Tensor:
         for w, bias in ((there.w13, there.options.get("bias13")), (there.w2, there.options.get("bias2")))
     )
     ends = offs.to(DEVICE)
-    if fuses(there.w13, act, format):
-        hidden: Any = first.activated(a, ends, act, format, _on_gpu(scale))
-    else:
-        h = first.product(a, ends).cpu()
-        values = twins.activated(h, act, in_bfloat16=format is None)
-        hidden = values.to(DEVICE) if format is None else _moved(quantize(values, format, global_scale=scale))
+    h = first.product(a, ends).cpu()
+    values = twins.activated(h, act, in_bfloat16=format is None)
+    hidden = values.to(DEVICE) if format is None else _moved(quantize(values, format, global_scale=scale))
     y = second.product(hidden, ends).cpu()
     y[int(offs[-1]) :].view(POISON[2][0]).fill_(POISON[2][1])
     return twins.combine(y, inverse, layer.weights, None, layer.x.dtype)
