@@ -80,7 +80,7 @@ def test_another_number_of_global_scales_is_refused(groups: int, backend: str | 
 def test_the_dense_product_takes_one_global_scale() -> None:
     made, w = activations(NVFP4, offsets()), padless.quantize(normal(N, K), NVFP4, kind="weight")
     a = BlockScaledTensor(made.data, made.scale, NVFP4, made.global_scale)
-    b = BlockScaledTensor(w.data, w.scale, NVFP4, torch.rand(3))
+    b = BlockScaledTensor(w.data, w.scale, NVFP4, torch.rand(3), w.scale_layout)
     one = BlockScaledTensor(made.data, made.scale, NVFP4, made.global_scale[:1])
     for backend in BACKENDS:
         with pytest.raises(ValueError, match=r"^a\.global_scale has 4 values"):

@@ -10,6 +10,7 @@ import torch
 from padless import moe
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
+from padless.layouts import plain_scale
 from padless.moe.activation import Activation
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import quantize
@@ -164,6 +165,6 @@ class _Layer:
 
 
 def _weights(w: BlockScaledTensor) -> torch.Tensor:
-    scale = exact.spread(exact.scales(w.scale), w.format, "weight", w.logical_shape)
+    scale = exact.spread(exact.scales(plain_scale(w)), w.format, "weight", w.logical_shape)
     values = exact.decoded(w.data, w.format) * scale
     return values if w.global_scale is None else values * w.global_scale.double().view(-1, 1, 1)
