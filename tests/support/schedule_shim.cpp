@@ -9,6 +9,9 @@
 
 #define __device__
 #define __forceinline__ inline
+struct int4 {
+    int x, y, z, w;
+};
 
 // Threads are coroutines: one runs until it has to wait for others, and then another does.
 namespace threads {
@@ -166,7 +169,7 @@ template <int BLOCK_M>
 void build_as() {
     const int warp = threads::me / 32, lane = threads::me % 32, groups = input.num_groups;
     if (groups > SMALL_TABLE) {
-        build_large_table<BLOCK_M, CTA>(input.storage, input.offs, groups, input.m, warp, lane);
+        build_large_table<BLOCK_M, CTA>(input.storage, input.offs, groups, input.m, lane);
     } else if (warp == 1) {  // as the kernels do
         const int end = load_group_end(input.offs, groups, input.m, lane);
         store_group(input.storage, place_group<BLOCK_M>(end, groups, input.m, lane), groups, lane);
@@ -272,7 +275,7 @@ extern "C" int build_table(int block_m, const int* offs, int num_groups, int m, 
     threads::run(CTA, 0, build);
     for (int i = 0; i < num_groups; ++i)
         cleaned[i] = input.storage.sorted.ends[i], groups[i] = input.storage.sorted.order[i];
-    for (int i = 0; i < input.storage.sorted.active; ++i) tile_ends[i] = input.storage.tile_ends[i];
+    for (int i = 0; i < input.storage.sorted.active; ++i) tile_ends[i] = input.storage.tile_ends()[i];
     return input.storage.sorted.active;
 }
 

@@ -4,41 +4,47 @@
 template <int MAX_GROUPS>
 struct GroupTableStorage {
     SortedGroups<MAX_GROUPS> sorted;
-    int tile_ends[MAX_GROUPS];
 
+    __device__ __forceinline__ int* tile_ends() { return sorted.scratch; }
     __device__ __forceinline__ GroupTable table() const {
-        return GroupTable{sorted.order, sorted.ends, tile_ends, sorted.active};
+        return GroupTable{sorted.order, sorted.ends, sorted.scratch, sorted.active};
     }
 };
 
 constexpr int SMALL_TABLE = 32;  // groups whose table one warp builds, a group to a lane
 
-// One warp: tile_ends[i] = sum over j <= i of ceil(rows of the j-th group in the walk / BLOCK_M).
-template <int BLOCK_M, int MAX_GROUPS>
-__device__ __forceinline__ void count_tiles(const SortedGroups<MAX_GROUPS>& sorted, int* tile_ends,
-                                            int lane) {
-    int before = 0;
+// All threads of the CTA: tile_ends[i] = sum over j <= i of ceil(rows of the j-th group in the walk / BLOCK_M).
+template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
+__device__ __forceinline__ void count_tiles(GroupTableStorage<MAX_GROUPS>& storage, int lane) {
+    SortedGroups<MAX_GROUPS>& sorted = storage.sorted;
+    int* const tile_ends = storage.tile_ends();
 #pragma unroll 1
-    for (int base = 0; base < sorted.active; base += 32) {
-        const int i = base + lane;
+    for (int i = threadIdx.x; i - lane < sorted.active; i += NUM_THREADS) {  // among 32 groups
         int tiles = i < sorted.active ? (sorted.rows(sorted.order[i]) + BLOCK_M - 1) / BLOCK_M : 0;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {  // running sum
             const int other = __shfl_up_sync(0xffffffff, tiles, distance);
             if (lane >= distance) tiles += other;
         }
-        tiles += before;
         if (i < sorted.active) tile_ends[i] = tiles;
-        before = __shfl_sync(0xffffffff, tiles, 31);
+        if (lane == 31) sorted.of_chunk[i / 32] = tiles;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i - lane < sorted.active; i += NUM_THREADS) {
+        int before = 0;
+        for (int chunk = lane; chunk < i / 32; chunk += 32) before += sorted.of_chunk[chunk];
+        before = sum_of_lanes(before);
+        if (i < sorted.active) tile_ends[i] += before;
     }
 }
 
 // All threads of the CTA, any number of groups. Ends with the table visible to all of them.
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ void build_large_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
-                                                  int num_groups, int m, int warp, int lane) {
+                                                  int num_groups, int m, int lane) {
     storage.sorted.template build<NUM_THREADS>(offs, num_groups, m);
-    if (warp == 1) count_tiles<BLOCK_M>(storage.sorted, storage.tile_ends, lane);
+    count_tiles<BLOCK_M, NUM_THREADS>(storage, lane);
     __syncthreads();
 }
 
@@ -83,5 +89,5 @@ __device__ __forceinline__ void store_group(GroupTableStorage<MAX_GROUPS>& stora
     if (lane >= num_groups) return;
     storage.sorted.ends[lane] = group.end;
     storage.sorted.order[group.place] = lane;
-    storage.tile_ends[group.place] = group.tile_end;
+    storage.tile_ends()[group.place] = group.tile_end;
 }

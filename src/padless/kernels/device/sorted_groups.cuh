@@ -48,11 +48,13 @@ template <int MAX_GROUPS>
 struct SortedGroups {
     static constexpr int CHUNKS = (MAX_GROUPS + 31) / 32;
 
-    int ends[MAX_GROUPS];       // by group: cleaned offs
-    int order[MAX_GROUPS];      // group numbers: most rows first, of equal ones the smaller number
-    int active;                 // groups with rows, which come first
-    uint32_t has_rows[CHUNKS];  // a bit for each group
-    uint32_t is_wrong[32];      // by warp: whether it has seen offs that must be cleaned
+    int ends[MAX_GROUPS];   // by group: cleaned offs
+    int order[MAX_GROUPS];  // group numbers: most rows first, of equal ones the smaller number
+    int active;             // groups with rows, which come first
+    // What is needed until the order is there, and free to be used behind build().
+    alignas(16) int scratch[(MAX_GROUPS + 3) / 4 * 4];  // rows of the groups that have any
+    uint32_t of_chunk[CHUNKS];                          // a bit for each group: whether it has rows
+    uint32_t is_wrong[32];  // by warp: whether it has seen offs that must be cleaned
 
     __device__ __forceinline__ int rows(int group) const {
         return ends[group] - (group == 0 ? 0 : ends[group - 1]);
@@ -73,7 +75,7 @@ struct SortedGroups {
             is_right = is_right && (!exists || (end >= before && end <= most));
             if (exists) ends[g] = end;
             const uint32_t with_rows = __ballot_sync(0xffffffff, exists && end > before);
-            if (lane == 0) has_rows[g / 32] = with_rows;
+            if (lane == 0) of_chunk[g / 32] = with_rows;
         }
         is_right = __all_sync(0xffffffff, is_right);
         if (lane == 0) is_wrong[warp] = !is_right;
@@ -84,7 +86,7 @@ struct SortedGroups {
         if (any_wrong) clean<NUM_THREADS>(offs, num_groups, most);
         gather<NUM_THREADS>(num_groups);
         __syncthreads();
-        if (active <= MOST_RANKED<NUM_THREADS>)
+        if (active <= MOST_RANKED)
             rank<NUM_THREADS>();
         else
             merge<NUM_THREADS>();
@@ -92,14 +94,8 @@ struct SortedGroups {
     }
 
   private:
-    // Up to here every group is compared with every other, a group by a lane for itself and its warp: the quickest for few.
-    template <int NUM_THREADS>
-    static constexpr int MOST_RANKED = NUM_THREADS < 256 ? NUM_THREADS : 256;
-
-    __device__ __forceinline__ bool comes_before(int group, int other) const {
-        const int difference = rows(group) - rows(other);
-        return difference > 0 || (difference == 0 && group < other);
-    }
+    // Up to here a thread compares its group with all others sooner than runs are merged.
+    static constexpr int MOST_RANKED = 512;
 
     // Wrong offs, which are rare: as before, from cleaned ones.
     template <int NUM_THREADS>
@@ -110,7 +106,7 @@ struct SortedGroups {
 #pragma unroll 1
         for (int g = threadIdx.x; g - lane < num_groups; g += NUM_THREADS) {
             const uint32_t with_rows = __ballot_sync(0xffffffff, g < num_groups && rows(g) > 0);
-            if (lane == 0) has_rows[g / 32] = with_rows;
+            if (lane == 0) of_chunk[g / 32] = with_rows;
         }
         __syncthreads();
     }
@@ -120,36 +116,51 @@ struct SortedGroups {
     __device__ __forceinline__ void gather(int num_groups) {
         const int lane = threadIdx.x % 32, chunks = (num_groups + 31) / 32;
         int all = 0;
-        for (int c = lane; c < chunks; c += 32) all += __popc(has_rows[c]);
+        for (int c = lane; c < chunks; c += 32) all += __popc(of_chunk[c]);
         all = sum_of_lanes(all);
         if (threadIdx.x == 0) active = all;
 #pragma unroll 1
         for (int g = threadIdx.x; g - lane < num_groups; g += NUM_THREADS) {
             const int chunk = g / 32;
             int before = 0;
-            for (int c = lane; c < chunk; c += 32) before += __popc(has_rows[c]);
+            for (int c = lane; c < chunk; c += 32) before += __popc(of_chunk[c]);
             before = sum_of_lanes(before);
-            const uint32_t bits = has_rows[chunk];
+            const uint32_t bits = of_chunk[chunk];
             before += __popc(bits & ((1u << lane) - 1));
-            if (g < num_groups) order[bits >> lane & 1 ? before : all + g - before] = g;
+            const bool is_active = bits >> lane & 1;
+            if (g < num_groups) order[is_active ? before : all + g - before] = g;
+            if (is_active) scratch[before] = rows(g);
         }
+        if (threadIdx.x < (-all & 3)) scratch[all + threadIdx.x] = 0;  // rank() reads four at a time
     }
 
-    // A warp finds the places of up to 32 groups, each the number of those that come before it.
+    // The place of a group is the number of those that come before it.
     template <int NUM_THREADS>
     __device__ __forceinline__ void rank() {
-        const int lane = threadIdx.x % 32;
-        int group = -1, place = 0, turn = 0;  // of this lane
-#pragma unroll 1
-        for (int i = threadIdx.x / 32; i < active; i += NUM_THREADS / 32, ++turn) {
-            const int of = order[i];
-            int before = 0;
-            for (int j = lane; j < active; j += 32) before += comes_before(order[j], of);
-            before = sum_of_lanes(before);
-            if (turn == lane) group = of, place = before;
+        constexpr int EACH = (MOST_RANKED + NUM_THREADS - 1) / NUM_THREADS;
+        int groups[EACH], places[EACH];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+            const int i = e * NUM_THREADS + threadIdx.x;
+            places[e] = -1;
+            if (i >= active) continue;
+            groups[e] = order[i];
+            const int own = scratch[i];
+            int place = 0;
+#pragma unroll 2
+            for (int j = 0; j < active; j += 4) {
+                const int4 others = *reinterpret_cast<const int4*>(&scratch[j]);
+                place += others.x > own || (others.x == own && j < i);
+                place += others.y > own || (others.y == own && j + 1 < i);
+                place += others.z > own || (others.z == own && j + 2 < i);
+                place += others.w > own || (others.w == own && j + 3 < i);
+            }
+            places[e] = place;
         }
         __syncthreads();
-        if (group >= 0) order[place] = group;
+#pragma unroll
+        for (int e = 0; e < EACH; ++e)
+            if (places[e] >= 0) order[places[e]] = groups[e];
     }
 
     // Batcher's merges of runs of 1, 2, 4 .. groups. Every exchange puts the earlier group at the smaller index, so that those
@@ -167,8 +178,12 @@ struct SortedGroups {
                     // The first exchange of a merge mirrors the second run: then both halves are ready to be merged alike.
                     const int high = distance == run ? low + 2 * (distance - in) - 1 : low + distance;
                     if (high < active) {
-                        const int a = order[low], b = order[high];
-                        if (comes_before(b, a)) order[low] = b, order[high] = a;
+                        const int a = order[low], b = order[high], rows_a = scratch[low],
+                                  rows_b = scratch[high];
+                        if (rows_b > rows_a || (rows_b == rows_a && b < a)) {
+                            order[low] = b, order[high] = a;
+                            scratch[low] = rows_b, scratch[high] = rows_a;
+                        }
                     }
                 }
                 __syncthreads();

@@ -432,7 +432,7 @@ extern "C" __global__ void
     if (has_small_table)
         __syncthreads();
     else
-        build_large_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, num_groups, m, warp, lane);
+        build_large_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, num_groups, m, lane);
     const Order order(shared.groups.table(), problem.operands.n);
 #endif
     if constexpr (NEEDS_OWN_TILES) {

@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
     }
     if (warp != LOAD_WARP || !has_small_table) griddepcontrol_wait();
     if (!has_small_table) {
-        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, lane);
     } else if (EPILOGUE_IS_QUANT) {
         __syncthreads();
     } else if (CLUSTER_N == 1) {
