@@ -275,7 +275,7 @@ extern "C" int build_table(int block_m, const int* offs, int num_groups, int m, 
     threads::run(CTA, 0, build);
     for (int i = 0; i < num_groups; ++i)
         cleaned[i] = input.storage.sorted.ends[i], groups[i] = input.storage.sorted.order[i];
-    for (int i = 0; i < input.storage.sorted.active; ++i) tile_ends[i] = input.storage.tile_ends()[i];
+    for (int i = 0; i < input.storage.sorted.active; ++i) tile_ends[i] = input.storage.tile_ends[i];
     return input.storage.sorted.active;
 }
 

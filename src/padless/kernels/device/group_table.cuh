@@ -4,10 +4,10 @@
 template <int MAX_GROUPS>
 struct GroupTableStorage {
     SortedGroups<MAX_GROUPS> sorted;
+    alignas(16) int tile_ends[(MAX_GROUPS + 3) / 4 * 4];
 
-    __device__ __forceinline__ int* tile_ends() { return sorted.scratch; }
     __device__ __forceinline__ GroupTable table() const {
-        return GroupTable{sorted.order, sorted.ends, sorted.scratch, sorted.active};
+        return GroupTable{sorted.order, sorted.ends, tile_ends, sorted.active};
     }
 };
 
@@ -17,7 +17,7 @@ constexpr int SMALL_TABLE = 32;  // groups whose table one warp builds, a group 
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ void count_tiles(GroupTableStorage<MAX_GROUPS>& storage, int lane) {
     SortedGroups<MAX_GROUPS>& sorted = storage.sorted;
-    int* const tile_ends = storage.tile_ends();
+    int* const tile_ends = storage.tile_ends;
 #pragma unroll 1
     for (int i = threadIdx.x; i - lane < sorted.active; i += NUM_THREADS) {  // among 32 groups
         int tiles = i < sorted.active ? (sorted.rows(sorted.order[i]) + BLOCK_M - 1) / BLOCK_M : 0;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void count_tiles(GroupTableStorage<MAX_GROUPS>& stora
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ void build_large_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
                                                   int num_groups, int m, int lane) {
-    storage.sorted.template build<NUM_THREADS>(offs, num_groups, m);
+    storage.sorted.template build<NUM_THREADS>(storage.tile_ends, offs, num_groups, m);
     count_tiles<BLOCK_M, NUM_THREADS>(storage, lane);
     __syncthreads();
 }
@@ -89,5 +89,5 @@ __device__ __forceinline__ void store_group(GroupTableStorage<MAX_GROUPS>& stora
     if (lane >= num_groups) return;
     storage.sorted.ends[lane] = group.end;
     storage.sorted.order[group.place] = lane;
-    storage.tile_ends()[group.place] = group.tile_end;
+    storage.tile_ends[group.place] = group.tile_end;
 }

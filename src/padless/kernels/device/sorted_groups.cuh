@@ -48,21 +48,20 @@ template <int MAX_GROUPS>
 struct SortedGroups {
     static constexpr int CHUNKS = (MAX_GROUPS + 31) / 32;
 
-    int ends[MAX_GROUPS];   // by group: cleaned offs
-    int order[MAX_GROUPS];  // group numbers: most rows first, of equal ones the smaller number
-    int active;             // groups with rows, which come first
-    // What is needed until the order is there, and free to be used behind build().
-    alignas(16) int scratch[(MAX_GROUPS + 3) / 4 * 4];  // rows of the groups that have any
-    uint32_t of_chunk[CHUNKS];                          // a bit for each group: whether it has rows
-    uint32_t is_wrong[32];  // by warp: whether it has seen offs that must be cleaned
+    int ends[MAX_GROUPS];       // by group: cleaned offs
+    int order[MAX_GROUPS];      // group numbers: most rows first, of equal ones the smaller number
+    int active;                 // groups with rows, which come first
+    uint32_t of_chunk[CHUNKS];  // a bit for each group: whether it has rows
+    uint32_t is_wrong[32];      // by warp: whether it has seen offs that must be cleaned
 
     __device__ __forceinline__ int rows(int group) const {
         return ends[group] - (group == 0 ? 0 : ends[group - 1]);
     }
 
-    // All threads of the CTA. `most`: what no end may be above. Ends with everything visible to all of them.
+    // All threads of the CTA. `rows_together`: room for MAX_GROUPS, 16-byte aligned, that holds nothing yet and holds nothing
+    // afterwards. `most`: what no end may be above. Ends with everything visible to all of them.
     template <int NUM_THREADS>
-    __device__ __forceinline__ void build(const int* offs, int num_groups, int most) {
+    __device__ __forceinline__ void build(int* rows_together, const int* offs, int num_groups, int most) {
         constexpr int WARPS = NUM_THREADS / 32;
         static_assert(WARPS <= 32, "a flag of each warp");
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -84,12 +83,12 @@ struct SortedGroups {
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) any_wrong |= is_wrong[w];
         if (any_wrong) clean<NUM_THREADS>(offs, num_groups, most);
-        gather<NUM_THREADS>(num_groups);
+        gather<NUM_THREADS>(rows_together, num_groups);
         __syncthreads();
         if (active <= MOST_RANKED)
-            rank<NUM_THREADS>();
+            rank<NUM_THREADS>(rows_together);
         else
-            merge<NUM_THREADS>();
+            merge<NUM_THREADS>(rows_together);
         __syncthreads();
     }
 
@@ -113,7 +112,7 @@ struct SortedGroups {
 
     // Groups with rows to the front, the others behind them, both by number.
     template <int NUM_THREADS>
-    __device__ __forceinline__ void gather(int num_groups) {
+    __device__ __forceinline__ void gather(int* rows_together, int num_groups) {
         const int lane = threadIdx.x % 32, chunks = (num_groups + 31) / 32;
         int all = 0;
         for (int c = lane; c < chunks; c += 32) all += __popc(of_chunk[c]);
@@ -129,14 +128,14 @@ struct SortedGroups {
             before += __popc(bits & ((1u << lane) - 1));
             const bool is_active = bits >> lane & 1;
             if (g < num_groups) order[is_active ? before : all + g - before] = g;
-            if (is_active) scratch[before] = rows(g);
+            if (is_active) rows_together[before] = rows(g);
         }
-        if (threadIdx.x < (-all & 3)) scratch[all + threadIdx.x] = 0;  // rank() reads four at a time
+        if (threadIdx.x < (-all & 3)) rows_together[all + threadIdx.x] = 0;  // rank() reads four at a time
     }
 
     // The place of a group is the number of those that come before it.
     template <int NUM_THREADS>
-    __device__ __forceinline__ void rank() {
+    __device__ __forceinline__ void rank(const int* rows_together) {
         constexpr int EACH = (MOST_RANKED + NUM_THREADS - 1) / NUM_THREADS;
         int groups[EACH], places[EACH];
 #pragma unroll
@@ -145,11 +144,11 @@ struct SortedGroups {
             places[e] = -1;
             if (i >= active) continue;
             groups[e] = order[i];
-            const int own = scratch[i];
+            const int own = rows_together[i];
             int place = 0;
 #pragma unroll 2
             for (int j = 0; j < active; j += 4) {
-                const int4 others = *reinterpret_cast<const int4*>(&scratch[j]);
+                const int4 others = *reinterpret_cast<const int4*>(&rows_together[j]);
                 place += others.x > own || (others.x == own && j < i);
                 place += others.y > own || (others.y == own && j + 1 < i);
                 place += others.z > own || (others.z == own && j + 2 < i);
@@ -166,7 +165,7 @@ struct SortedGroups {
     // Batcher's merges of runs of 1, 2, 4 .. groups. Every exchange puts the earlier group at the smaller index, so that those
     // with an index past the last group can be left out.
     template <int NUM_THREADS>
-    __device__ __forceinline__ void merge() {
+    __device__ __forceinline__ void merge(int* rows_together) {
 #pragma unroll 1
         for (int run = 1; run < active; run *= 2) {
 #pragma unroll 1
@@ -178,11 +177,11 @@ struct SortedGroups {
                     // The first exchange of a merge mirrors the second run: then both halves are ready to be merged alike.
                     const int high = distance == run ? low + 2 * (distance - in) - 1 : low + distance;
                     if (high < active) {
-                        const int a = order[low], b = order[high], rows_a = scratch[low],
-                                  rows_b = scratch[high];
+                        const int a = order[low], b = order[high], rows_a = rows_together[low],
+                                  rows_b = rows_together[high];
                         if (rows_b > rows_a || (rows_b == rows_a && b < a)) {
                             order[low] = b, order[high] = a;
-                            scratch[low] = rows_b, scratch[high] = rows_a;
+                            rows_together[low] = rows_b, rows_together[high] = rows_a;
                         }
                     }
                 }

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_p
     // Nothing of global memory is touched before the kernels ahead have ended, which may still be writing it: this kernel may
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
-    shared.groups.build<NUM_THREADS>(offs, num_groups, m);
+    shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups, m);
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
     // Nothing of global memory is touched before the kernels ahead have ended, which may still be writing it: this kernel may
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
-    shared.groups.build<NUM_THREADS>(offs, num_groups, a_tokens < b_tokens ? a_tokens : b_tokens);
+    shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups,
+                                     a_tokens < b_tokens ? a_tokens : b_tokens);
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
         barrier_cluster_wait();
