@@ -101,7 +101,7 @@ def nothing_launched() -> Iterator[Again | None]:
     unset = route.empty
     changes: list[tuple[Any, str, Any]] = [
         (KernelInterface, "__getitem__", lambda kernel, grid: lambda *arguments, **options: None),
-        (driver._CudaLaunch, "__call__", lambda launch, stream: None),
+        (driver.CudaLaunch, "__call__", lambda launch, stream: None),
         (route, "empty", lambda *arguments: route.Sorted(*(t.zero_() for t in unset(*arguments)))),
     ]
     again = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from padless.runtime.tensor_map import TensorMapSpec
 
 # The index of the GPU that is current in this thread. A torch without CUDA has no such function and no GPU to ask for.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
+
+# The handle of torch's current stream on a device, by index; as above.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -46,6 +50,16 @@ Argument = tuple[int, int] | bytes
 
 # A launch with everything packed, to be called with the handle of a stream.
 PreparedLaunch = Callable[[int], None]
+
+
+class TileCounter(int):
+    """A number of a tile counter, as an argument, with the address that it was chosen by.
+
+    elsewhere: the number for another address.
+    """
+
+    address: int
+    elsewhere: Callable[[int], int]
 
 
 class Driver(Protocol):
@@ -219,10 +233,15 @@ class CudaDriver:
         tensors: Sequence[torch.Tensor],
     ) -> PreparedLaunch:
         """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory."""
-        return _CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
+        return CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
 
 
-class _CudaLaunch:
+class CudaLaunch:
+    """A packed launch on a GPU.
+
+    words: its arguments as the driver reads them, 64-bit words of each one. Who changes them owns the launch (`copy`).
+    """
+
     def __init__(
         self,
         driver: CudaDriver,
@@ -238,8 +257,9 @@ class _CudaLaunch:
         self._function = function
         self._shared_bytes = shared_bytes
         self._shape = shape
-        self._values = [_packed(argument) for argument in arguments]
-        self._arguments = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(v) for v in self._values))
+        self.arguments = arguments
+        self.words = [_packed(argument) for argument in arguments]
+        self._pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self.words))
         attributes = []
         if shape.cluster > 1:
             attributes.append(_Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1))
@@ -251,6 +271,8 @@ class _CudaLaunch:
         self._calls: dict[int, Callable[[], int]] = {}
 
     def __call__(self, stream: int) -> None:
+        if _observers and not is_made(self):
+            return
         call = self._calls.get(stream)
         if call is None:
             call = self._calls[stream] = self._call(stream)
@@ -262,6 +284,15 @@ class _CudaLaunch:
                     code = call()
             self._driver._check("cuLaunchKernelEx", code)
 
+    def copy(self) -> CudaLaunch:
+        """The same launch with words of its own."""
+        return CudaLaunch(self._driver, self._function, self._shared_bytes, self._shape, self.arguments, self._device)
+
+    @property
+    def kernel(self) -> tuple[object, ...]:
+        """What is launched, and how, but for the arguments."""
+        return self._device, self._function.value, self._shared_bytes, self._shape, self._driver.programmatic
+
     def _call(self, stream: int) -> Callable[[], int]:
         config = _LaunchConfig(
             grid=(self._shape.grid, 1, 1),
@@ -271,15 +302,43 @@ class _CudaLaunch:
             attributes=self._attributes,
             num_attributes=len(self._attributes),
         )
-        arguments = ctypes.byref(self._arguments)
-        return partial(self._launch, ctypes.byref(config), self._function, arguments, None)
+        pointers = ctypes.byref(self._pointers)
+        return partial(self._launch, ctypes.byref(config), self._function, pointers, None)
 
 
 def _packed(argument: Argument) -> Any:
+    """64-bit words; a smaller integer is the lower part of one."""
     if isinstance(argument, bytes):
         return (ctypes.c_uint64 * (len(argument) // 8)).from_buffer_copy(argument)
-    value, size = argument
-    return (ctypes.c_int64 if size == 8 else ctypes.c_int32)(value)
+    return (ctypes.c_uint64 * 1)(argument[0])
+
+
+# --- what a thread launches --------------------------------------------------------------------------------
+
+# Is told of every launch, None for one that is not by `CudaLaunch`, and says whether it is made.
+Observer = Callable[["CudaLaunch | None"], bool]
+_observers: dict[int, Observer] = {}  # by thread
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """In this block ``observer`` is told of what this thread launches."""
+    thread = threading.get_ident()
+    before = _observers.get(thread)
+    _observers[thread] = observer
+    try:
+        yield
+    finally:
+        if before is None:
+            del _observers[thread]
+        else:
+            _observers[thread] = before
+
+
+def is_made(launch: CudaLaunch | None) -> bool:
+    """Whether a launch is to be made in this thread, whose observer is told of it."""
+    observer = _observers.get(threading.get_ident())
+    return observer is None or observer(launch)
 
 
 def cuda_driver(device: int = 0) -> CudaDriver:

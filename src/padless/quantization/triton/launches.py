@@ -1,15 +1,19 @@
 """Launches of Triton kernels: without Triton's search for the compiled one, and begun before the kernel ahead has ended.
 
-The search takes the host longer than the launch.
+The search takes the host longer than the launch, and Triton's own launcher half as long again.
 A compiled kernel depends on the constants and options of the call, on the dtypes of tensors, on which addresses and
 numbers are multiples of 16, and on which numbers are 1 or need 64 bits. These are compared at every call, and nothing
-else is kept: no tensor and no address.
+else is kept: no tensor and no address. It is launched as padless's own kernels are, by `padless.runtime.driver`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import struct
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,9 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 from padless.kernels.launch import keep
+from padless.runtime import driver
+from padless.runtime.driver import Argument, CudaDriver, CudaLaunch, LaunchShape, is_made
 
 _MOST = 4096
-_KNOWN: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # a compiled kernel, and the constants behind arguments
+_KNOWN: dict[tuple[Any, ...], Any] = {}  # compiled kernels, to be called with a number of programs and arguments
 _SPECIALIZED: dict[int, tuple[Any, tuple[bool, ...]]] = {}  # by id, with the kernel, so that no other one takes it
 
 
@@ -38,16 +44,92 @@ def launch(kernel: Any, programs: int) -> Any:
 
 
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    key = (id(kernel), arguments[0].get_device(), *options, *options.values(), *_facts(kernel, arguments))
+    index = arguments[0].get_device()
+    key = (id(kernel), index, *options, *options.values(), *_facts(kernel, arguments))
     known = _KNOWN.get(key)
     if known is not None:
-        compiled, constants = known
+        known(programs, arguments)
+    elif is_made(None):
+        compiled = kernel[(programs,)](*arguments, **options)
+        if type(compiled) is CompiledKernel:
+            constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
+            keep(
+                _KNOWN,
+                _MOST,
+                key,
+                _Compiled.of(compiled, index, len(arguments)) or partial(_by_triton, compiled, constants),
+            )
+
+
+def _by_triton(compiled: Any, constants: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
+    if is_made(None):
         compiled[(programs, 1, 1)](*arguments, *constants)
-        return
-    compiled = kernel[(programs,)](*arguments, **options)
-    if type(compiled) is CompiledKernel:
-        constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
-        keep(_KNOWN, _MOST, key, (compiled, constants))
+
+
+# Types of parameters that are numbers, with their bytes; pointers have 8.
+_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4}
+_PARAMETER = re.compile(r"\.param\s+\.[a-z]+(\d+)")
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A compiled kernel, launched by the driver.
+
+    taken: for each of the first parameters, its bytes and whether it is float32; None for one that is compiled in.
+    scratch: 64-bit parameters behind all of them, for scratch memory that this kernel does not have.
+    """
+
+    driver: CudaDriver
+    function: ctypes.c_void_p
+    shared_bytes: int
+    num_threads: int
+    programmatic: bool
+    taken: tuple[tuple[int, bool] | None, ...]
+    scratch: int
+
+    @classmethod
+    def of(cls, compiled: Any, device: int, num_arguments: int) -> _Compiled | None:
+        """None where the kernel's own parameters are not those of its signature, or it is launched in another way."""
+        data = compiled.metadata
+        needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
+        entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+        if data.num_ctas != 1 or any(getattr(data, name, 0) for name in needs) or entry is None:
+            return None
+        taken: list[tuple[int, bool] | None] = []
+        for kind in compiled.src.signature.values():
+            size = 8 if kind.startswith("*") else _NUMBERS.get(kind, 0)
+            if size == 0 and kind != "constexpr":
+                return None
+            taken.append((size, kind == "fp32") if size else None)
+        own = [one[0] for one in taken if one is not None]
+        found = [int(bits) // 8 for bits in _PARAMETER.findall(entry[1])]
+        scratch = found[len(own) :]
+        if found != own + [8] * len(scratch) or len(scratch) > 2 or any(taken[num_arguments:]):
+            return None
+        return cls(
+            driver.cuda_driver(device), ctypes.c_void_p(compiled.function), data.shared, 32 * data.num_warps,
+            bool(data.launch_pdl), tuple(taken), len(scratch),
+        )  # fmt: skip
+
+    def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
+        passed: list[Argument] = []
+        for value, how in zip(arguments, self.taken, strict=False):
+            if how is None:
+                continue
+            size, is_float = how
+            if isinstance(value, torch.Tensor):
+                value = value.data_ptr()
+            elif is_float:
+                (value,) = _BITS.unpack(_FLOAT.pack(value))
+            passed.append((value, size))
+        passed += [(0, 8)] * self.scratch
+        shape = LaunchShape(programs, self.num_threads, 1, self.programmatic)
+        index = arguments[0].get_device()
+        launch = CudaLaunch(self.driver, self.function, self.shared_bytes, shape, passed, index)
+        launch(driver.current_stream(index))
+
+
+_FLOAT, _BITS = struct.Struct("<f"), struct.Struct("<I")
 
 
 def _facts(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
