@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from padless import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
 from padless.kernels import launch
 from padless.moe import moe
-from padless.runtime import replay
+from padless.runtime import remembered, replay
 from padless.runtime.driver import CudaLaunch
 from support import hopper
 from support.hopper import Gpu, Launched
@@ -103,8 +103,7 @@ def called(gpu: Gpu, work: Callable[[], torch.Tensor]) -> Call:
 def from_nothing(gpu: Gpu, work: Callable[[], torch.Tensor]) -> Call:
     """The call with nothing remembered but Triton's compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in hopper.MEMORIES:
-            patch.setattr(module, name, {})
+        patch.setattr(remembered, "_KNOWN", {})
         return called(gpu, work)
 
 
@@ -407,7 +406,7 @@ def test_threads_share_it(gpu: Gpu) -> None:
     layer = layer_of("fp8")
     for _ in range(3):
         layer.run(moe)
-    known = [v for v in replay._KNOWN.values() if isinstance(v, replay.Replay)]
+    known = [v for v in remembered._KNOWN.values() if isinstance(v, replay.Replay)]
     assert len(known) == 1
     wrong: list[str] = []
     seen: dict[int, list[Launched]] = {}
@@ -457,7 +456,7 @@ def test_no_tensor_is_kept_alive(gpu: Gpu) -> None:
 def test_a_word_that_is_not_patched_is_seen(gpu: Gpu) -> None:
     layer = layer_of("fp8")
     kept = [layer.run(moe) for _ in range(3)]  # so that results lie elsewhere than those that were recorded
-    (known,) = (v for v in replay._KNOWN.values() if isinstance(v, replay.Replay))
+    (known,) = (v for v in remembered._KNOWN.values() if isinstance(v, replay.Replay))
     patches = list(known.patches)
     for i in range(len(patches)):
         known.patches, known._idle = patches[:i] + patches[i + 1 :], []
@@ -470,17 +469,20 @@ def test_a_word_that_is_not_patched_is_seen(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("fact", ["alignment", "strides", "dtype", "device", "address of weights", "shape", "options"])
 def test_a_fact_that_is_forgotten_is_seen(gpu: Gpu, fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = replay.facts_of
-    place = {"alignment": 0, "shape": 1, "strides": 2, "dtype": 3, "device": 4}
+    right, place = replay.facts_of, {"alignment": 0, "shape": 1, "strides": 2, "dtype": 3, "device": 4}
 
     def forgetful(options: Any, moving: Any, pinned: Any) -> Any:
-        found = right(options, moving, pinned)
+        found = right(() if fact == "options" else options, moving, pinned)
         if found is None or fact == "options":
-            return found and found[len(options) + 1 :]
-        tensors = [one for one in found if isinstance(one, tuple)]
-        if fact == "address of weights":
-            return *found[: len(options)], *tensors[: len(moving)], *(one[1:] for one in tensors[len(moving) :])
-        return *options, *(one[: place[fact]] + one[place[fact] + 1 :] for one in tensors)
+            return found
+        return tuple(
+            one
+            if not isinstance(one, tuple) or (fact == "address of weights" and i >= len(found) - len(moving))
+            else one[1:]
+            if fact == "address of weights"
+            else one[: place[fact]] + one[place[fact] + 1 :]
+            for i, one in enumerate(found)
+        )
 
     monkeypatch.setattr(replay, "facts_of", forgetful)
     layer = layer_of("fp8")
@@ -524,7 +526,7 @@ def test_words_that_do_not_follow_an_address_are_not_replayed(gpu: Gpu, monkeypa
 
 def test_a_kernel_that_depends_on_the_address_is_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaLaunch.kernel.fget  # type: ignore[attr-defined]
-    where = property(lambda launch: (*right(launch), launch.words[0][0] // 4096 % 7))
+    where = property(lambda launch: (*right(launch), launch.words[0] // 4096 % 7))
     monkeypatch.setattr(CudaLaunch, "kernel", where)
     layer = layer_of("fp8")
     for _ in range(4):

@@ -20,16 +20,12 @@ from triton.runtime import driver as triton_driver
 
 from padless.kernels import launch
 from padless.moe import fused
-from padless.ops import launch_cache, remembered
 from padless.quantization.triton import casts, launches
-from padless.runtime import devices, driver, jit, replay
+from padless.runtime import devices, driver, jit, remembered
 from padless.runtime.driver import CudaDriver, CudaLaunch, TileCounter
 
 STREAM = 0x5000
 _CACHES = (devices._cuda_of, driver._driver_of, fused._capability, launches.is_programmatic, casts.casts_in_hardware)
-MEMORIES: tuple[tuple[Any, str], ...] = (  # of launches
-    (replay, "_KNOWN"), (launch_cache, "_KNOWN"), (fused, "_LAUNCHES"), (remembered, "_LAUNCHES"),
-)  # fmt: skip
 _MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
 
@@ -69,7 +65,6 @@ class Gpu:
         self.launched: list[Launched] = []
         self.by_triton = 0
         self.index, self.stream = 0, STREAM
-        self.is_on_gpu = True
         self._sizes: dict[int, list[int]] = {}
         self.counters: set[tuple[int, int]] = set()  # (kernel, argument)
         self.launched_by: Callable[[Launched], object] = lambda one: None
@@ -193,8 +188,7 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
         _TRITON.gpu = gpu
         patch.setattr(triton_driver, "_active", _TRITON)
         patch.setattr(launches, "_KNOWN", {})
-        for module, name in MEMORIES:
-            patch.setattr(module, name, {})
+        patch.setattr(remembered, "_KNOWN", {})
         answers = {
             "is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: gpu.index,
             "get_device_capability": lambda device=None: (9, 0), "get_device_name": lambda device=None: "Pretended",
@@ -202,13 +196,12 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
         }  # fmt: skip
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
-        for module in (driver, launch_cache):
-            patch.setattr(module, "current_stream", lambda index: gpu.stream + index)
+        patch.setattr(driver, "current_stream", lambda index: gpu.stream + index)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream + index, raising=False)
         for name in _MAKERS:
             patch.setattr(torch, name, _on_the_cpu(getattr(torch, name)))
         patch.setattr(torch.Tensor, "device", property(lambda t: torch.device("cuda", gpu.index)))
-        patch.setattr(torch.Tensor, "is_cuda", property(lambda t: gpu.is_on_gpu), raising=False)
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         patch.setattr(torch.Tensor, "get_device", lambda t: gpu.index)
         yield gpu
     for cache in _CACHES:

@@ -21,7 +21,6 @@ from triton.runtime.jit import KernelInterface
 from padless.kernels import launch
 from padless.moe import fused
 from padless.moe.triton import route
-from padless.ops import grouped_gemm_plain, grouped_gemm_wgrad, grouped_gemm_wgrad_rows, launch_cache
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
 from support import libcuda
@@ -105,8 +104,7 @@ def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[Two
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM * index, raising=False)
-        for module in (launch_cache, grouped_gemm_plain, grouped_gemm_wgrad, grouped_gemm_wgrad_rows, driver):
-            patch.setattr(module, "current_stream", lambda index: STREAM * index)
+        patch.setattr(driver, "current_stream", lambda index: STREAM * index)
         patch.setattr(launch, "compile_kernel", lambda *arguments: KERNEL)
         patch.setattr(jit, "nvrtc_version", lambda: "13.0")
         for kind in (KernelInterface, TritonKernel):

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import Field, dataclass
+from dataclasses import Field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from padless.formats import ceil_div
-from padless.runtime.driver import Driver, PreparedLaunch, TileCounter
+from padless.runtime.driver import Driver, TileCounter
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A packed launch, and the copies of operands that were made for this call alone.
-
-    The copies have to live until the launch is under way; a launch that has any cannot be used again.
-    """
-
-    launch: PreparedLaunch
-    copies: tuple[torch.Tensor, ...] = ()
-
-
-def keep(memo: dict[Any, Any], most: int, key: object, value: object) -> None:
-    """Keeps what was made from ``key``; a memo that holds ``most`` begins anew."""
-    if len(memo) >= most:
-        memo.clear()
-    memo[key] = value
+from padless.runtime.remembered import Prepared as Prepared
 
 
 class KernelConfig(Protocol):

@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
@@ -26,8 +27,15 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda:
 # The handle of torch's current stream on a device, by index; as above.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
+
+def stream_of(t: torch.Tensor) -> int:
+    """The handle of torch's current stream on the device of ``t``; 0 on the CPU."""
+    return current_stream(t.get_device()) if t.is_cuda else 0
+
+
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
+_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -239,7 +247,9 @@ class CudaDriver:
 class CudaLaunch:
     """A packed launch on a GPU.
 
-    words: its arguments as the driver reads them, 64-bit words of each one. Who changes them owns the launch (`copy`).
+    device: the index of the GPU.
+    words: its arguments as the driver reads them, each from a 64-bit word on. Who changes them owns the launch (`copy`).
+    counters: by the word that it lies in, every argument that is a tile counter.
     """
 
     def __init__(
@@ -252,20 +262,34 @@ class CudaLaunch:
         device: int,
     ) -> None:
         self._driver = driver
-        self._device = device
+        self.device = device
         self._launch = driver._cuda.cuLaunchKernelEx
         self._function = function
         self._shared_bytes = shared_bytes
         self._shape = shape
-        self.arguments = arguments
-        self.words = [_packed(argument) for argument in arguments]
-        self._pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self.words))
+        self.counters: dict[int, TileCounter] = {}
+        self._starts: list[int] = []
+        packed = bytearray()
+        for argument in arguments:
+            self._starts.append(len(packed))
+            if isinstance(argument, bytes):
+                packed += argument
+                continue
+            if isinstance(argument[0], TileCounter):
+                self.counters[len(packed) // 8] = argument[0]
+            packed += (argument[0] & _WORD).to_bytes(8, "little")  # a smaller integer is the lower part
+        self._take(packed)
         attributes = []
         if shape.cluster > 1:
             attributes.append(_Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1))
         if shape.programmatic and driver.programmatic:
             attributes.append(_Attribute(id=_PROGRAMMATIC_SERIALIZATION, x=1))
         self._attributes = (_Attribute * len(attributes))(*attributes)
+
+    def _take(self, packed: bytes | bytearray) -> None:
+        self.words = (ctypes.c_uint64 * (len(packed) // 8)).from_buffer_copy(packed)
+        first = ctypes.addressof(self.words)
+        self._pointers = (ctypes.c_void_p * len(self._starts))(*[first + start for start in self._starts])
         # The foreign call with its arguments, one a stream and never changed: threads may share it. Made once, it takes
         # a third of the time.
         self._calls: dict[int, Callable[[], int]] = {}
@@ -276,22 +300,27 @@ class CudaLaunch:
         call = self._calls.get(stream)
         if call is None:
             call = self._calls[stream] = self._call(stream)
-        code = call() if current_device() == self._device else _INVALID_CONTEXT
+        code = call() if current_device() == self.device else _INVALID_CONTEXT
         if code != 0:
             # A device that torch names need not have its context current: torch makes one current when it is needed.
             if code in (_INVALID_CONTEXT, _INVALID_HANDLE):
-                with self._driver.context_of(self._device):
+                with self._driver.context_of(self.device):
                     code = call()
             self._driver._check("cuLaunchKernelEx", code)
 
-    def copy(self) -> CudaLaunch:
-        """The same launch with words of its own."""
-        return CudaLaunch(self._driver, self._function, self._shared_bytes, self._shape, self.arguments, self._device)
+    def copy(self, grid: int | None = None) -> CudaLaunch:
+        """The same launch with words of its own, and another grid where one is given."""
+        other = copy(self)
+        if grid is not None:
+            other._shape = replace(self._shape, grid=grid)
+        other._take(bytes(self.words))
+        return other
 
     @property
     def kernel(self) -> tuple[object, ...]:
-        """What is launched, and how, but for the arguments."""
-        return self._device, self._function.value, self._shared_bytes, self._shape, self._driver.programmatic
+        """What is launched, and how, but for the values of the arguments."""
+        how = (self.device, self._function.value, self._shared_bytes, self._shape, self._driver.programmatic)
+        return *how, len(self.words), *self._starts, *self.counters
 
     def _call(self, stream: int) -> Callable[[], int]:
         config = _LaunchConfig(
@@ -304,13 +333,6 @@ class CudaLaunch:
         )
         pointers = ctypes.byref(self._pointers)
         return partial(self._launch, ctypes.byref(config), self._function, pointers, None)
-
-
-def _packed(argument: Argument) -> Any:
-    """64-bit words; a smaller integer is the lower part of one."""
-    if isinstance(argument, bytes):
-        return (ctypes.c_uint64 * (len(argument) // 8)).from_buffer_copy(argument)
-    return (ctypes.c_uint64 * 1)(argument[0])
 
 
 # --- what a thread launches --------------------------------------------------------------------------------
@@ -333,6 +355,11 @@ def observed(observer: Observer) -> Iterator[None]:
             del _observers[thread]
         else:
             _observers[thread] = before
+
+
+def is_observed() -> bool:
+    """Whether this thread has an observer."""
+    return bool(_observers) and threading.get_ident() in _observers
 
 
 def is_made(launch: CudaLaunch | None) -> bool:

@@ -13,77 +13,49 @@ No tensor is kept, and none is trusted to be what it was: facts are read at ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from padless.formats import FORMAT_BY_NAME, BlockScaledTensor, round_up
-from padless.row_groups import PLAIN_TENSORS
-from padless.runtime import driver
-from padless.runtime.driver import CudaLaunch, TileCounter, observed
+from padless.formats import BlockScaledTensor, round_up
+from padless.runtime import driver, remembered
+from padless.runtime.driver import CudaLaunch, TileCounter
+from padless.runtime.remembered import Facts
 
 Inputs = tuple[torch.Tensor | None, ...]
-Facts = tuple[Any, ...]
 
 ALIGNMENT = 256  # bytes, of tensors that are made
 _ALIKE = 16  # bytes: addresses of given tensors that are equal modulo this are alike to kernels and checks
 _MOST_BYTES = 1 << 26  # of tensors: the device takes longer for more than the host for anything
-_MOST = 4096
 _MASK = (1 << 64) - 1
-_KNOWN: dict[Facts, Replay | bool] = {}  # True for facts that were seen once, False for a call that is not replayed
+_ONCE, _NEVER = "seen once", "not replayed"  # what is known of facts without a replay
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
 
 def facts_of(options: Facts, moving: Inputs, pinned: Sequence[BlockScaledTensor | torch.Tensor | None]) -> Facts | None:
     """All that a call depends on but for values and the addresses of ``moving``, whose alignment counts.
 
-    None for what is not replayed: tensors elsewhere than on a GPU, or that are traced or require grad; inside of
-    modes and transforms of torch.
+    None for what is not remembered (`remembered.facts_of`), and inside of modes and transforms of torch.
     """
     if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     ):
         return None
-    facts = list(options)
-    grads = torch.is_grad_enabled()
-    parts = list(moving)
-    for one in pinned:
-        if type(one) is BlockScaledTensor:
-            if FORMAT_BY_NAME.get(one.format.name) is not one.format or one.row_groups is not None:
-                return None
-            facts += (one.format.name, one.scale_layout)
-            parts += (one.data, one.scale, one.global_scale)
-        else:
-            parts.append(one)  # type: ignore[arg-type]
-    num_moving = len(moving)
-    for i, t in enumerate(parts):
-        if t is None:
-            facts.append(None)
-            continue
-        if (
-            type(t) not in PLAIN_TENSORS
-            or not t.is_cuda
-            or t.layout is not torch.strided
-            or t.is_nested
-            or (grads and t.requires_grad)
-        ):
-            return None
-        address = t.data_ptr()
-        facts.append((address % _ALIKE if i < num_moving else address, t.shape, t.stride(), t.dtype, t.get_device()))
-    return tuple(facts)
+    there, facts = remembered.facts_of((), *moving), remembered.facts_of(options, *pinned)
+    if there is None or facts is None:
+        return None
+    return *facts, *((one[0] % _ALIKE, *one[1:]) if one else None for one in there)
 
 
 def known(facts: Facts | None) -> Replay | None:
     """The replay of a call with these facts."""
     try:
-        found = None if facts is None else _KNOWN.get(facts)
+        found = remembered.known(facts)
     except TypeError:  # an option without a hash, which the call refuses
         return None
     return found if isinstance(found, Replay) else None
@@ -91,20 +63,19 @@ def known(facts: Facts | None) -> Replay | None:
 
 def run(facts: Facts | None, call: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
     """call(*inputs) of facts that no replay is known of: the second time it is recorded."""
-    if facts is None or (seen := _KNOWN.get(facts)) is False:
+    if facts is None or (before := remembered.known(facts)) is _NEVER:
         return call(*inputs)
-    if seen is None:
-        if len(_KNOWN) >= _MOST:
-            _KNOWN.clear()
-        _KNOWN[facts] = True
+    if before is None:
+        remembered.remember(facts, _ONCE)
         return call(*inputs)
     if torch.cuda.is_current_stream_capturing():  # what is only packed would take memory of the graph
         return call(*inputs)
-    with _Watch() as watch, observed(watch.observe):
+    with _Watch() as watch, driver.observed(watch.observe):
         result = call(*inputs)
-    _KNOWN[facts] = False
-    with suppress(_NotReplayableError):
-        _KNOWN[facts] = _replay_of(call, inputs, watch, result)
+    try:
+        remembered.remember(facts, _replay_of(call, inputs, watch, result))
+    except _NotReplayableError:
+        remembered.remember(facts, _NEVER)
     return result
 
 
@@ -219,13 +190,11 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
     counters: list[tuple[Place, _Base, TileCounter]] = []
     elsewhere = _packed(call, inputs, moved, watch)
     for number, (one, other) in enumerate(zip(watch.launches, elsewhere, strict=True)):
-        for argument, (old, new) in enumerate(zip(one.arguments, other.arguments, strict=True)):
-            if isinstance(old[0], TileCounter) and isinstance(new[0], TileCounter):
-                counters.append(((number, argument, 0), base_of(old[0].address, new[0].address), old[0]))
-                continue
-            for word, (before, after) in enumerate(zip(one.words[argument], other.words[argument], strict=True)):
-                if before != after:
-                    patches.append(((number, argument, word), base_of(before, after)))
+        for word, (before, after) in enumerate(zip(one.words, other.words, strict=True)):
+            if (counter := one.counters.get(word)) is not None:
+                counters.append(((number, word), base_of(counter.address, other.counters[word].address), counter))
+            elif before != after:
+                patches.append(((number, word), base_of(before, after)))
     replay = Replay(result, size, watch.launches, patches, counters)
 
     # What is patched must be what is packed.
@@ -239,7 +208,7 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
     copy = _Copy(replay)
     copy.patch(addresses_of(memory, out, [None if t is None else next(given) for t in inputs]))
     for one, other in zip(copy.launches, _packed(call, inputs, [*there, *moved[len(made) :]], watch), strict=True):
-        if [list(words) for words in one.words] != [list(words) for words in other.words]:
+        if list(one.words) != list(other.words):
             raise _NotReplayableError("what is patched is not what is packed")
     return replay
 
@@ -250,10 +219,9 @@ def _packed(
     """What the call would launch for tensors elsewhere: those that it makes, then the inputs."""
     num_made = len(watch.made)
     given = iter(tensors[num_made:])
-    with _Watch(tensors[:num_made]) as again, observed(again.observe):
+    with _Watch(tensors[:num_made]) as again, driver.observed(again.observe):
         call(*(None if t is None else next(given) for t in inputs))
-    one, other = ([(x.kernel, [len(w) for w in x.words]) for x in each.launches] for each in (watch, again))
-    if one != other:
+    if [launch.kernel for launch in watch.launches] != [launch.kernel for launch in again.launches]:
         raise _NotReplayableError("other kernels are launched elsewhere")
     return again.launches
 
@@ -264,7 +232,7 @@ def addresses_of(memory: torch.Tensor, out: torch.Tensor, inputs: Sequence[torch
     return start + -start % ALIGNMENT, out.data_ptr(), *(0 if t is None else t.data_ptr() for t in inputs)
 
 
-Place = tuple[int, int, int]  # launch, argument, word
+Place = tuple[int, int]  # launch, word
 
 
 class Replay:
@@ -317,16 +285,18 @@ class _Copy:
         self.launches = [launch.copy() for launch in replay.launches]
         self.addresses: tuple[int, ...] = ()
 
-        def words(place: Place) -> Any:
-            return self.launches[place[0]].words[place[1]]
-
-        self._patches = [(words(place), place[2], base.number, base.behind) for place, base in replay.patches]
-        self._counters = [(words(place), base.number, base.behind, c.elsewhere) for place, base, c in replay.counters]
+        self._patches = [
+            (self.launches[number].words, word, base.number, base.behind) for (number, word), base in replay.patches
+        ]
+        self._counters = [
+            (self.launches[number].words, word, base.number, base.behind, counter.elsewhere)
+            for (number, word), base, counter in replay.counters
+        ]
 
     def patch(self, addresses: tuple[int, ...]) -> None:
         """Makes the launches those of tensors at ``addresses``."""
         for words, word, base, behind in self._patches:
             words[word] = addresses[base] + behind
-        for words, base, behind, elsewhere in self._counters:
-            words[0] = elsewhere(addresses[base] + behind)
+        for words, word, base, behind, elsewhere in self._counters:
+            words[word] = elsewhere(addresses[base] + behind)
         self.addresses = addresses

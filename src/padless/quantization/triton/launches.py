@@ -13,7 +13,6 @@ import ctypes
 import os
 import re
 import struct
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,9 +23,9 @@ from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
-from padless.kernels.launch import keep
 from padless.runtime import driver
-from padless.runtime.driver import Argument, CudaDriver, CudaLaunch, LaunchShape, is_made
+from padless.runtime.driver import CudaLaunch, LaunchShape, is_made
+from padless.runtime.remembered import keep
 
 _MOST = 4096
 _KNOWN: dict[tuple[Any, ...], Any] = {}  # compiled kernels, to be called with a number of programs and arguments
@@ -53,12 +52,8 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None
         compiled = kernel[(programs,)](*arguments, **options)
         if type(compiled) is CompiledKernel:
             constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
-            keep(
-                _KNOWN,
-                _MOST,
-                key,
-                _Compiled.of(compiled, index, len(arguments)) or partial(_by_triton, compiled, constants),
-            )
+            ours = _Compiled.of(compiled, index, len(arguments))
+            keep(_KNOWN, _MOST, key, ours or partial(_by_triton, compiled, constants))
 
 
 def _by_triton(compiled: Any, constants: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
@@ -66,26 +61,21 @@ def _by_triton(compiled: Any, constants: tuple[Any, ...], programs: int, argumen
         compiled[(programs, 1, 1)](*arguments, *constants)
 
 
-# Types of parameters that are numbers, with their bytes; pointers have 8.
-_NUMBERS = {"i32": 4, "i64": 8, "fp32": 4}
+# Types of parameters: how they are packed into a 64-bit word, and their bytes.
+_NUMBERS = {"pointer": ("Q", 8), "i32": ("i4x", 4), "i64": ("q", 8), "fp32": ("f4x", 4)}
+_MOST_GRIDS = 64
 _PARAMETER = re.compile(r"\.param\s+\.[a-z]+(\d+)")
 
 
-@dataclass(frozen=True, eq=False)
 class _Compiled:
-    """A compiled kernel, launched by the driver.
+    """A compiled kernel, launched by the driver."""
 
-    taken: for each of the first parameters, its bytes and whether it is float32; None for one that is compiled in.
-    scratch: 64-bit parameters behind all of them, for scratch memory that this kernel does not have.
-    """
-
-    driver: CudaDriver
-    function: ctypes.c_void_p
-    shared_bytes: int
-    num_threads: int
-    programmatic: bool
-    taken: tuple[tuple[int, bool] | None, ...]
-    scratch: int
+    def __init__(self, prototype: CudaLaunch, is_taken: list[bool], layout: str) -> None:
+        self._prototype = prototype
+        self._is_taken = is_taken
+        self._pack_into = struct.Struct(layout).pack_into
+        self._device = prototype.device
+        self._idle: dict[int, list[CudaLaunch]] = {}  # by programs; each is used by one call at a time
 
     @classmethod
     def of(cls, compiled: Any, device: int, num_arguments: int) -> _Compiled | None:
@@ -95,41 +85,40 @@ class _Compiled:
         entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
         if data.num_ctas != 1 or any(getattr(data, name, 0) for name in needs) or entry is None:
             return None
-        taken: list[tuple[int, bool] | None] = []
-        for kind in compiled.src.signature.values():
-            size = 8 if kind.startswith("*") else _NUMBERS.get(kind, 0)
-            if size == 0 and kind != "constexpr":
-                return None
-            taken.append((size, kind == "fp32") if size else None)
-        own = [one[0] for one in taken if one is not None]
-        found = [int(bits) // 8 for bits in _PARAMETER.findall(entry[1])]
-        scratch = found[len(own) :]
-        if found != own + [8] * len(scratch) or len(scratch) > 2 or any(taken[num_arguments:]):
+        kinds = ["pointer" if kind.startswith("*") else kind for kind in compiled.src.signature.values()]
+        own = [kind for kind in kinds if kind != "constexpr"]
+        if len(own) > len([kind for kind in kinds[:num_arguments] if kind != "constexpr"]) or not _NUMBERS.keys() >= {
+            *own
+        }:
             return None
-        return cls(
-            driver.cuda_driver(device), ctypes.c_void_p(compiled.function), data.shared, 32 * data.num_warps,
-            bool(data.launch_pdl), tuple(taken), len(scratch),
-        )  # fmt: skip
+        sizes = [_NUMBERS[kind][1] for kind in own]
+        found = [int(bits) // 8 for bits in _PARAMETER.findall(entry[1])]
+        scratch = [8] * (len(found) - len(sizes))  # addresses of scratch memory that this kernel does not have
+        if found != sizes + scratch or len(scratch) > 2:
+            return None
+        shape = LaunchShape(1, 32 * data.num_warps, 1, bool(data.launch_pdl))
+        function = ctypes.c_void_p(compiled.function)
+        zeros = [(0, size) for size in found]
+        prototype = CudaLaunch(driver.cuda_driver(device), function, data.shared, shape, zeros, device)
+        return cls(prototype, [kind != "constexpr" for kind in kinds], "<" + "".join(_NUMBERS[kind][0] for kind in own))
 
     def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        passed: list[Argument] = []
-        for value, how in zip(arguments, self.taken, strict=False):
-            if how is None:
-                continue
-            size, is_float = how
-            if isinstance(value, torch.Tensor):
-                value = value.data_ptr()
-            elif is_float:
-                (value,) = _BITS.unpack(_FLOAT.pack(value))
-            passed.append((value, size))
-        passed += [(0, 8)] * self.scratch
-        shape = LaunchShape(programs, self.num_threads, 1, self.programmatic)
-        index = arguments[0].get_device()
-        launch = CudaLaunch(self.driver, self.function, self.shared_bytes, shape, passed, index)
-        launch(driver.current_stream(index))
-
-
-_FLOAT, _BITS = struct.Struct("<f"), struct.Struct("<I")
+        values = [
+            value.data_ptr() if isinstance(value, torch.Tensor) else value
+            for value, is_taken in zip(arguments, self._is_taken, strict=False)
+            if is_taken
+        ]
+        idle = self._idle.get(programs)
+        if idle is None:
+            idle = keep(self._idle, _MOST_GRIDS, programs, [])
+        try:
+            launch = idle.pop()
+        except IndexError:
+            launch = self._prototype.copy(programs)
+        self._pack_into(launch.words, 0, *values)
+        launch(driver.current_stream(self._device))
+        if not driver.is_observed():  # who observes looks at the launch later
+            idle.append(launch)
 
 
 def _facts(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:

@@ -21,7 +21,7 @@ from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
 from padless.quantization.triton import swiglu_arithmetic as arithmetic
 from padless.quantization.triton.rows_columns import empty_columns, with_padding
-from padless.runtime.driver import Driver
+from padless.runtime.driver import Driver, stream_of
 
 # One program on a multiprocessor of Hopper: 256 threads with all their registers are 18% faster than 512 with half of
 # them (measured, tools/tune_columns.py).
@@ -62,7 +62,7 @@ def swiglu_backward(
         of = groups.token_groups(offs, num_rows, alignment)
         starts, block_starts = of.starts, of.block_starts
         launch = host.prepare(driver, dh, z, prob, of, out, interleaved, square).launch
-        launch(torch._C._cuda_getCurrentRawStream(z.device.index) if z.is_cuda else 0)
+        launch(stream_of(z))
     else:
         found = groups.group_tiles(offs, num_rows, alignment)
         starts, block_starts = found.starts, found.block_starts
