@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from padless.kernels import group_tiles
+from padless.kernels import group_tiles, remembered
 from padless.kernels.group_tiles import TokenGroups
 from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
-from padless.runtime import remembered
 from padless.testing.compile_ahead import RecordingDevice
 
 M, HIDDEN, GROUPS, TOKENS = 40, 128, 3, 256

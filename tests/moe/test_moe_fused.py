@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm_swiglu_quant
+from padless.kernels import remembered
 from padless.moe import fused
 from padless.moe.layer import ACTIVATIONS, gathered
-from padless.runtime import driver, remembered
+from padless.runtime import driver
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
 from support.triton_cases import bits
 

@@ -20,9 +20,8 @@ import torch
 pytest.importorskip("triton")
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
-from padless.kernels import launch
+from padless.kernels import launch, remembered, replay
 from padless.moe import moe
-from padless.runtime import remembered, replay
 from padless.runtime.driver import CudaLaunch
 from support import hopper
 from support.hopper import Gpu, Launched

@@ -13,7 +13,7 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
-from padless.runtime import remembered
+from padless.kernels import remembered
 from support.public_calls import (
     CALLS,
     OFFS,

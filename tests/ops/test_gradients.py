@@ -13,7 +13,8 @@ import torch
 import padless
 from padless import checkpoints, layouts
 from padless.formats import FP8_BLOCK
-from padless.runtime import driver, remembered
+from padless.kernels import remembered
+from padless.runtime import driver
 from support.public_calls import CALLS, GROUPS, OFFS, K, M, N, normal, product, same, tensors_in
 
 REFUSED = (

@@ -19,9 +19,10 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels import remembered
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.layouts import to_mn_major
-from padless.runtime import driver, remembered
+from padless.runtime import driver
 from padless.runtime.tensor_map import TensorMapSpec
 
 MODULE = importlib.import_module("padless.ops.grouped_gemm")

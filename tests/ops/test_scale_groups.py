@@ -13,8 +13,8 @@ import torch
 import padless
 from padless import layouts
 from padless.formats import MXFP8, NVFP4, BlockScaledTensor
+from padless.kernels import remembered as memory
 from padless.runtime import driver
-from padless.runtime import remembered as memory
 from support.ragged import GuardedOutput
 
 M, N, K = 300, 64, 96

@@ -18,10 +18,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
-from padless.kernels import launch
+from padless.kernels import launch, remembered
 from padless.moe import fused
 from padless.quantization.triton import casts, launches
-from padless.runtime import devices, driver, jit, remembered
+from padless.runtime import devices, driver, jit
 from padless.runtime.driver import CudaDriver, CudaLaunch, TileCounter
 
 STREAM = 0x5000

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from padless.kernels import remembered
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import KernelConfig, Prepared, load_kernel, persistent_grid
-from padless.runtime import remembered
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 _LINE = 16  # bytes of a copy

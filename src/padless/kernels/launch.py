@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 from padless.formats import ceil_div
+from padless.kernels.remembered import Prepared as Prepared
 from padless.runtime.driver import Driver, TileCounter
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
-from padless.runtime.remembered import Prepared as Prepared
 
 
 class KernelConfig(Protocol):

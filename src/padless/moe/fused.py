@@ -9,11 +9,11 @@ import torch
 from padless.epilogue import Epilogue, EpilogueTensors, GateRule
 from padless.formats import FP8_BLOCK, MXFP4, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import Prepared
+from padless.kernels.remembered import facts_of, launch_remembered
 from padless.moe.activation import Activation
 from padless.ops.checks import check_operands
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
 from padless.runtime.choices import BackendName
-from padless.runtime.remembered import facts_of, launch_remembered
 
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
 

@@ -24,6 +24,7 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
+from padless.kernels import replay
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
@@ -34,7 +35,6 @@ from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import INPUT_DTYPES, quantize
-from padless.runtime import replay
 from padless.runtime.choices import ActivationKind, BackendName, GateUp
 
 if TYPE_CHECKING:

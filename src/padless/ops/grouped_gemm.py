@@ -13,6 +13,7 @@ import torch
 from padless.arguments import check_flag, check_readable, refuse_kinds, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, tile_of
+from padless.kernels.remembered import facts_of, keep, known, remember
 from padless.kernels.table import check_config, find_route, format_name
 from padless.ops import traced
 from padless.ops.checks import (
@@ -34,7 +35,6 @@ from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_readable, is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import stream_of
-from padless.runtime.remembered import facts_of, keep, known, remember
 
 _MOST_OUTPUTS = 256
 

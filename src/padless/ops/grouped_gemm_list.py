@@ -8,6 +8,8 @@ import torch
 
 from padless.arguments import check_readable, is_one_of, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.kernels.remembered import facts_of, known, remember
+from padless.kernels.remembered import forget as forget
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
@@ -25,8 +27,6 @@ from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import stream_of
-from padless.runtime.remembered import facts_of, known, remember
-from padless.runtime.remembered import forget as forget
 
 
 def grouped_gemm_list(

@@ -9,6 +9,7 @@ import torch
 from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
+from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_plain import host
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops import traced
@@ -26,7 +27,6 @@ from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import stream_of
-from padless.runtime.remembered import facts_of, known, launch_remembered
 
 _K_MULTIPLE = 8  # rows start at multiples of 16 bytes
 

@@ -9,6 +9,7 @@ import torch
 from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.formats import ceil_div
 from padless.kernels.config import MAX_GROUPS
+from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
@@ -22,7 +23,6 @@ from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName
 from padless.runtime.driver import stream_of
-from padless.runtime.remembered import facts_of, known, launch_remembered
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
 

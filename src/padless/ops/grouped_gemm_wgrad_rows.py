@@ -6,6 +6,7 @@ import torch
 
 from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
+from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops import traced
@@ -16,7 +17,6 @@ from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName
 from padless.runtime.driver import stream_of
-from padless.runtime.remembered import facts_of, known, launch_remembered
 
 _FEATURES_MULTIPLE, _LEAST_FEATURES = 8, 16  # rows start at multiples of 16 bytes
 

@@ -23,9 +23,9 @@ from triton.compiler import CompiledKernel
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
+from padless.kernels.remembered import keep
 from padless.runtime import driver
 from padless.runtime.driver import CudaLaunch, LaunchShape, is_made
-from padless.runtime.remembered import keep
 
 _MOST = 4096
 _KNOWN: dict[tuple[Any, ...], Any] = {}  # compiled kernels, to be called with a number of programs and arguments

@@ -20,6 +20,7 @@ from padless.layouts import empty_mn_major
 from padless.quantization import columns_rules
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
+from padless.quantization.triton.launches import launch
 from padless.runtime.driver import Driver, stream_of
 
 # A thread of the 256 holds 64 values, of 16 bits in 32 registers: three programs fit on a multiprocessor of Hopper, so
@@ -98,7 +99,7 @@ def _launch(
     """The Triton kernel for any x."""
     num_rows, features = x.shape
     words = tiles.word_type(x)
-    _rows_columns[(found.num_tiles * ceil_div(features, 128),)](
+    launch(_rows_columns, found.num_tiles * ceil_div(features, 128))(
         x,
         found.table,
         row_codes,

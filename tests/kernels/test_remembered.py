@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from padless import MXFP8, NVFP4, BlockScaledTensor
-from padless.runtime import driver, remembered
-from padless.runtime.remembered import Prepared, facts_of, known, launch_remembered, remember
+from padless.kernels import remembered
+from padless.kernels.remembered import Prepared, facts_of, known, launch_remembered, remember
+from padless.runtime import driver
 
 
 @pytest.fixture(autouse=True)

@@ -20,9 +20,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from padless.formats import BlockScaledTensor, round_up
-from padless.runtime import driver, remembered
+from padless.kernels import remembered
+from padless.kernels.remembered import Facts
+from padless.runtime import driver
 from padless.runtime.driver import CudaLaunch, TileCounter
-from padless.runtime.remembered import Facts
 
 Inputs = tuple[torch.Tensor | None, ...]
 
@@ -40,7 +41,8 @@ def facts_of(options: Facts, moving: Inputs, pinned: Sequence[BlockScaledTensor 
     None for what is not remembered (`remembered.facts_of`), and inside of modes and transforms of torch.
     """
     if (
-        torch._C._len_torch_dispatch_stack() > 0
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
