@@ -74,6 +74,7 @@ def test_every_part_of_a_scaled_tensor_is_a_fact() -> None:
         remember_launch(facts_of((), other))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_what_is_not_remembered() -> None:
     t = torch.zeros(2, 2)
     own = replace(MXFP8, max_value=1.0)  # a format of the same name

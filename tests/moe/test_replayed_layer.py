@@ -103,6 +103,7 @@ def from_nothing(gpu: Gpu, work: Callable[[], torch.Tensor]) -> Call:
     """The call with nothing remembered but Triton's compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(remembered, "_KNOWN", {})
+        patch.setattr(replay, "_REPLAYS", {})
         return called(gpu, work)
 
 
@@ -405,7 +406,7 @@ def test_threads_share_it(gpu: Gpu) -> None:
     layer = layer_of("fp8")
     for _ in range(3):
         layer.run(moe)
-    known = [v for v in remembered._KNOWN.values() if isinstance(v, replay.Replay)]
+    known = [v for v in replay._REPLAYS.values() if v is not None]
     assert len(known) == 1
     wrong: list[str] = []
     seen: dict[int, list[Launched]] = {}
@@ -455,7 +456,7 @@ def test_no_tensor_is_kept_alive(gpu: Gpu) -> None:
 def test_a_word_that_is_not_patched_is_seen(gpu: Gpu) -> None:
     layer = layer_of("fp8")
     kept = [layer.run(moe) for _ in range(3)]  # so that results lie elsewhere than those that were recorded
-    (known,) = (v for v in remembered._KNOWN.values() if isinstance(v, replay.Replay))
+    (known,) = (v for v in replay._REPLAYS.values() if v is not None)
     patches = list(known.patches)
     for i in range(len(patches)):
         known.patches, known._idle = patches[:i] + patches[i + 1 :], []

@@ -18,7 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
-from padless.kernels import launch, remembered
+from padless.kernels import launch, remembered, replay
 from padless.moe import fused
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
@@ -189,6 +189,7 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
         patch.setattr(triton_driver, "_active", _TRITON)
         patch.setattr(launches, "_KNOWN", {})
         patch.setattr(remembered, "_KNOWN", {})
+        patch.setattr(replay, "_REPLAYS", {})
         answers = {
             "is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: gpu.index,
             "get_device_capability": lambda device=None: (9, 0), "get_device_name": lambda device=None: "Pretended",

@@ -18,7 +18,7 @@ import torch
 from triton.compiler import CompiledKernel as TritonKernel
 from triton.runtime.jit import KernelInterface
 
-from padless.kernels import launch, remembered
+from padless.kernels import launch, remembered, replay
 from padless.moe import fused
 from padless.moe.triton import route
 from padless.quantization.triton import casts, launches
@@ -106,6 +106,7 @@ def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[Two
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM * index, raising=False)
         for module in (launches, remembered):
             patch.setattr(module, "_KNOWN", {})
+        patch.setattr(replay, "_REPLAYS", {})
         patch.setattr(driver, "current_stream", lambda index: STREAM * index)
         patch.setattr(launch, "compile_kernel", lambda *arguments: KERNEL)
         patch.setattr(jit, "nvrtc_version", lambda: "13.0")

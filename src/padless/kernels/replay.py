@@ -13,6 +13,7 @@ No tensor is kept, and none is trusted to be what it was: facts are read at ever
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,8 @@ ALIGNMENT = 256  # bytes, of tensors that are made
 _ALIKE = 16  # bytes: addresses of given tensors that are equal modulo this are alike to kernels and checks
 _MOST_BYTES = 1 << 26  # of tensors: the device takes longer for more than the host for anything
 _MASK = (1 << 64) - 1
-_ONCE, _NEVER = "seen once", "not replayed"  # what is known of facts without a replay
+_REPLAYS: dict[Facts, Replay | None] = {}  # None where a call is not replayed
+_MOST = 2048  # apart from single launches, so that sizes that come once do not displace them
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
 
@@ -56,32 +58,33 @@ def facts_of(options: Facts, moving: Inputs, pinned: Sequence[BlockScaledTensor 
 
 def known(facts: Facts | None) -> Replay | None:
     """The replay of a call with these facts."""
+    if facts is None:
+        return None
     try:
-        found = remembered.known(facts)
+        return _REPLAYS.get(facts)
     except TypeError:  # an option without a hash, which the call refuses
         return None
-    return found if isinstance(found, Replay) else None
 
 
 def run(facts: Facts | None, call: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
     """call(*inputs) of facts that no replay is known of: the second time it is recorded."""
-    if facts is None or (before := remembered.known(facts)) is _NEVER:
+    if facts is None or facts in _REPLAYS:
         return call(*inputs)
-    if before is None:
-        remembered.remember(facts, _ONCE)
+    if remembered.known(facts) is None:
+        remembered.remember(facts, "seen once")
         return call(*inputs)
     if torch.cuda.is_current_stream_capturing():  # what is only packed would take memory of the graph
         return call(*inputs)
     with _Watch() as watch, driver.observed(watch.observe):
         result = call(*inputs)
-    try:
-        remembered.remember(facts, _replay_of(call, inputs, watch, result))
-    except _NotReplayableError:
-        remembered.remember(facts, _NEVER)
+    replay = None
+    with suppress(RuntimeError):  # _NotReplayableError, and memory that there is not
+        replay = _replay_of(call, inputs, watch, result)
+    remembered.keep(_REPLAYS, _MOST, facts, replay)
     return result
 
 
-class _NotReplayableError(Exception):
+class _NotReplayableError(RuntimeError):
     """A call that has to be made as it was."""
 
 
