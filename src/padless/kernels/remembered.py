@@ -74,7 +74,7 @@ def facts_of(options: Facts, *operands: Any, offs: torch.Tensor | None = None) -
 
 
 def known(facts: Facts | None) -> Any:
-    """What was kept by these facts, None where nothing was."""
+    """The value kept by these facts, None where there is none."""
     return None if facts is None else _KNOWN.get(facts)
 
 

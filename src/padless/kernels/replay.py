@@ -89,7 +89,7 @@ class _NotReplayableError(RuntimeError):
 
 
 class _Watch(TorchDispatchMode):
-    """What a call makes and launches. places: where empty tensors are to be, then nothing is launched."""
+    """Records the tensors and launches of a call. places: where empty tensors are to be, then nothing is launched."""
 
     def __init__(self, places: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def _elsewhere(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dic
 
 @dataclass(frozen=True)
 class _Base:
-    """Where a tensor lies: so many bytes behind the working memory (0), the result (1) or an input (2, ..)."""
+    """The place of a tensor: so many bytes behind the working memory (0), the result (1) or an input (2, ..)."""
 
     number: int
     behind: int
@@ -172,7 +172,8 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
     if watch.reason is not None or not watch.launches:
         raise _NotReplayableError(watch.reason)
     made = watch.made
-    is_result = [t.data_ptr() == result.data_ptr() and t.numel() > 0 for t in made]
+    wanted = (result.data_ptr(), result.shape, result.dtype)
+    is_result = [(t.data_ptr(), t.shape, t.dtype) == wanted and t.numel() > 0 for t in made]
     if sum(is_result) != 1 or not result.is_contiguous():
         raise _NotReplayableError("the result is none of the tensors that were made")
     bases, size = [], 0
@@ -207,7 +208,7 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
     start = round_up(memory.data_ptr(), ALIGNMENT)
     there = [
         out if base.number == 1 else _placed(t, memory, start + base.behind)
-        for t, base in zip(made, bases, strict=False)
+        for t, base in zip(made, bases[: len(made)], strict=True)
     ]
     given = iter(moved[len(made) :])
     copy = _Copy(replay)
@@ -221,7 +222,7 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
 def _packed(
     call: Callable[..., torch.Tensor], inputs: Inputs, tensors: list[torch.Tensor], watch: _Watch
 ) -> list[CudaLaunch]:
-    """What the call would launch for tensors elsewhere: those that it makes, then the inputs."""
+    """The launches that the call would make for tensors elsewhere: those that it makes, then the inputs."""
     num_made = len(watch.made)
     given = iter(tensors[num_made:])
     with _Watch(tensors[:num_made]) as again, driver.observed(again.observe):
@@ -289,7 +290,6 @@ class _Copy:
     def __init__(self, replay: Replay) -> None:
         self.launches = [launch.copy() for launch in replay.launches]
         self.addresses: tuple[int, ...] = ()
-
         self._patches = [
             (self.launches[number].words, word, base.number, base.behind) for (number, word), base in replay.patches
         ]

@@ -318,7 +318,7 @@ class CudaLaunch:
 
     @property
     def kernel(self) -> tuple[object, ...]:
-        """What is launched, and how, but for the values of the arguments."""
+        """Kernel, device and options of the launch: all but the values of the arguments."""
         how = (self.device, self._function.value, self._shared_bytes, self._shape, self._driver.programmatic)
         return *how, len(self.words), *self._starts, *self.counters
 
