@@ -151,7 +151,7 @@ def _elsewhere(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dic
     end = memory.data_ptr()
     for number, t in enumerate(tensors):
         address = round_up(end, ALIGNMENT) + t.data_ptr() % ALIGNMENT
-        while (distance := (address - t.data_ptr()) & _MASK) in distances:
+        while (distance := (address - t.data_ptr()) & _MASK) in distances or distance % (1 << 32) == 0:
             address += ALIGNMENT
         distances[distance] = number
         moved.append(_placed(t, memory, address))
@@ -196,11 +196,17 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
     counters: list[tuple[Place, _Base, TileCounter]] = []
     elsewhere = _packed(call, inputs, moved, watch)
     for number, (one, other) in enumerate(zip(watch.launches, elsewhere, strict=True)):
-        for word, (before, after) in enumerate(zip(one.words, other.words, strict=True)):
-            if (counter := one.counters.get(word)) is not None:
-                counters.append(((number, word), base_of(counter.address, other.counters[word].address), counter))
-            elif before != after:
-                patches.append(((number, word), base_of(before, after)))
+        for word, counter in one.counters.items():
+            counters.append(((number, 8 * word), base_of(counter.address, other.counters[word].address), counter))
+        old, new = bytes(one.words), bytes(other.words)
+        at = 0
+        while at < len(old):  # an address begins where the lower half of one changed
+            if old[at : at + 4] == new[at : at + 4] or (at % 8 == 0 and at // 8 in one.counters):
+                at += 4
+                continue
+            before, after = (int.from_bytes(each[at : at + 8], "little") for each in (old, new))
+            patches.append(((number, at), base_of(before, after)))
+            at += 8
     replay = Replay(result, size, watch.launches, patches, counters)
 
     # What is patched must be what is packed.
@@ -238,7 +244,7 @@ def addresses_of(memory: torch.Tensor, out: torch.Tensor, inputs: Sequence[torch
     return start + -start % ALIGNMENT, out.data_ptr(), *(0 if t is None else t.data_ptr() for t in inputs)
 
 
-Place = tuple[int, int]  # launch, word
+Place = tuple[int, int]  # launch, byte of its arguments
 
 
 class Replay:
@@ -291,11 +297,12 @@ class _Copy:
         self.launches = [launch.copy() for launch in replay.launches]
         self.addresses: tuple[int, ...] = ()
         self._patches = [
-            (self.launches[number].words, word, base.number, base.behind) for (number, word), base in replay.patches
+            (self.launches[number].words_from(at % 8), at // 8, base.number, base.behind)
+            for (number, at), base in replay.patches
         ]
         self._counters = [
-            (self.launches[number].words, word, base.number, base.behind, counter.elsewhere)
-            for (number, word), base, counter in replay.counters
+            (self.launches[number].words, at // 8, base.number, base.behind, counter.elsewhere)
+            for (number, at), base, counter in replay.counters
         ]
 
     def patch(self, addresses: tuple[int, ...]) -> None:

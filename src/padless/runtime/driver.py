@@ -316,6 +316,10 @@ class CudaLaunch:
         other._take(bytes(self.words))
         return other
 
+    def words_from(self, byte: int) -> ctypes.Array[ctypes.c_uint64]:
+        """The words from a byte of the arguments on: the same memory."""
+        return (ctypes.c_uint64 * (len(self.words) - (byte > 0))).from_buffer(self.words, byte)
+
     @property
     def kernel(self) -> tuple[object, ...]:
         """Kernel, device and options of the launch: all but the values of the arguments."""
