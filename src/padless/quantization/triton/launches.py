@@ -96,7 +96,7 @@ class _Compiled:
         scratch = [8] * (len(found) - len(sizes))  # addresses of scratch memory that this kernel does not have
         if found != sizes + scratch or len(scratch) > 2:
             return None
-        shape = LaunchShape(1, 32 * data.num_warps, 1, bool(data.launch_pdl))
+        shape = LaunchShape(1, 32 * data.num_warps, 1, bool(getattr(data, "launch_pdl", False)))
         function = ctypes.c_void_p(compiled.function)
         zeros = [(0, size) for size in found]
         prototype = CudaLaunch(driver.cuda_driver(device), function, data.shared, shape, zeros, device)
