@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
+from padless.kernels import remembered
 from padless.moe import Activation, activate_quantize, fused
 from padless.moe.layer import ACTIVATIONS, Projection, gathered
+from padless.runtime import driver
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
 from support.triton_cases import bits
 
@@ -65,7 +67,8 @@ def call(launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, f
     with (
         mock.patch.object(fused, "prepare", launches),
         mock.patch.object(fused, "_check"),
-        mock.patch.object(fused.launch_cache, "current_stream", return_value=0),
+        mock.patch.object(torch.Tensor, "is_cuda", True, create=True),
+        mock.patch.object(driver, "current_stream", return_value=0),
     ):
         fused._launch(a, w, offs, fused.epilogue_of("concatenated", False, format), tensors)
 
@@ -76,7 +79,7 @@ def outputs(a: Any, w: Any, format: Any = FP8_BLOCK) -> fused.EpilogueTensors:
 
 
 def test_a_launch_is_found_again_by_what_it_depends_on() -> None:
-    fused._LAUNCHES.clear()
+    remembered.forget()
     a, w, offs, _ = operands((FP8_BLOCK, None))
     tensors, launches = outputs(a, w), Launches()
     for _ in range(3):
@@ -99,14 +102,14 @@ def test_a_launch_is_found_again_by_what_it_depends_on() -> None:
     assert launches.packed == 1 + len(others)
     call(launches, a, w, offs, outputs(a, w, MXFP8), MXFP8)
     assert launches.packed == 2 + len(others)
-    fused._LAUNCHES.clear()
+    remembered.forget()
 
 
 def test_a_launch_with_copies_is_not_kept() -> None:
-    fused._LAUNCHES.clear()
+    remembered.forget()
     a, w, offs, _ = operands((FP8_BLOCK, None))
     tensors, launches = outputs(a, w), Launches((torch.zeros(1),))
     for _ in range(2):
         call(launches, a, w, offs, tensors)
     assert (launches.packed, launches.launched) == (2, 2)
-    assert fused._LAUNCHES == {}
+    assert remembered._KNOWN == {}

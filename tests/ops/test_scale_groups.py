@@ -13,7 +13,8 @@ import torch
 import padless
 from padless import layouts
 from padless.formats import MXFP8, NVFP4, BlockScaledTensor
-from padless.ops import launch_cache
+from padless.kernels import remembered as memory
+from padless.runtime import driver
 from support.ragged import GuardedOutput
 
 M, N, K = 300, 64, 96
@@ -221,8 +222,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in host memory that say they are on a GPU, whose values cannot be read."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
-    monkeypatch.setattr(launch_cache, "_KNOWN", {})
-    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 0)
+    monkeypatch.setattr(memory, "_KNOWN", {})
+    monkeypatch.setattr(driver, "current_stream", lambda index: 0)
     for reading in ("tolist", "item", "__int__", "__bool__", "clone"):
         monkeypatch.setattr(torch.Tensor, reading, lambda *_: pytest.fail("waits for the GPU"))
 
@@ -281,9 +282,9 @@ class Remembered:
 
 def remembered(a: BlockScaledTensor, offs: torch.Tensor) -> Remembered:
     made = Remembered(a, offs)
-    _, missed = launch_cache.launch_again("grouped_gemm", *made.arguments, made.out, made.out.dtype, None, None)
-    missed.remember_checked(*made.arguments[:2], made.out)
-    missed.remember_launch(made.out, None, made.launch)
+    facts = memory.facts_of(("grouped_gemm",), *made.arguments, offs=made.arguments[2])
+    assert facts is not None
+    memory.remember(facts, {memory.facts_of((None,), made.out): made.launch})
     return made
 
 

@@ -335,7 +335,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the groups' order read before it is written",
         ("race", "uninitialised-shared"),
-        ((RANK, "gather<NUM_THREADS>(rows_together, num_groups);\n        __syncthreads();", "gather<NUM_THREADS>(rows_together, num_groups);"),),
+        (
+            (
+                RANK,
+                "gather<NUM_THREADS>(rows_together, num_groups);\n        __syncthreads();",
+                "gather<NUM_THREADS>(rows_together, num_groups);",
+            ),
+        ),
     ),
     Bug(
         "scale rows past the end",

@@ -24,6 +24,7 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
+from padless.kernels import replay
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
@@ -111,6 +112,14 @@ def moe(
     activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that requires grad
     is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
+    options = (activation, gate_up, alpha, limit, up_offset, activations, num_experts, out_dtype)
+    inputs = (x, top_k_index, top_k_weights, shared)
+    constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
+    facts = None
+    if ep is None and backend in (None, "cuda"):
+        facts = replay.facts_of(("moe", *options), inputs, constants)
+        if (again := replay.known(facts)) is not None:
+            return again(*inputs)
     if ep is not None and not hasattr(ep, "_moe"):
         raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
     with nullcontext() if ep is None else ep.checking():
@@ -148,7 +157,11 @@ def moe(
             global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
         )  # fmt: skip
         return result
-    return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
+
+    def forward(x: Any, top_k_index: Any, top_k_weights: Any, shared: Any) -> torch.Tensor:
+        return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
+
+    return replay.run(facts, forward, inputs)
 
 
 def _moe_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
