@@ -182,4 +182,4 @@ def groups_of(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
     scale = b.global_scale
     if scale is not None and scale.numel() > 1:
         scale = picked(scale, index)
-    return BlockScaledTensor(picked(b.data, index), picked(b.scale, index), b.format, scale)
+    return BlockScaledTensor(picked(b.data, index), picked(b.scale, index), b.format, scale, b.scale_layout)
