@@ -29,6 +29,7 @@ __device__ __forceinline__ void count_tiles(GroupTableStorage<MAX_GROUPS>& stora
         if (i < sorted.active) tile_ends[i] = tiles;
         if (lane == 31) sorted.of_chunk[i / 32] = tiles;
     }
+    if (sorted.active <= 32) return;
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i - lane < sorted.active; i += NUM_THREADS) {
