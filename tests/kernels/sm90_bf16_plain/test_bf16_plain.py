@@ -13,10 +13,12 @@ import padless
 from padless import Bf16PlainConfig, Sm90Fp8Config, gemm, grouped_gemm
 from padless.emulator.fake_driver import emulated_driver
 from padless.reference.bf16 import grouped_gemm_plain_reference
-from padless.testing.compile_ahead import listing
+from padless.testing.bits import same_bits
+from padless.testing.compile_ahead import Gpu, kernels_of
 from padless.verify.bf16 import forward
-from padless.verify.bf16.forward import VARIANTS, Plain, PlainShape, random_plain, run, same_bits
-from padless.verify.rehearsals import rehearsals_of
+from padless.verify.bf16.forward import VARIANTS, Plain, PlainShape, random_plain, run
+from padless.verify.checks import Check
+from padless.verify.fuzz.place import Place, place_of
 from padless.verify.run import jobs_of
 
 EMULATOR = "emulator"
@@ -32,7 +34,10 @@ def reference(plain: Plain, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def launched(plain: Plain, config: Bf16PlainConfig, **settings: Any) -> torch.Tensor:
     """The emulator's result; its reports are errors."""
     with emulated_driver().configured(**settings):
-        return run(plain, config, EMULATOR)
+        place = place_of(EMULATOR)
+        out = run(place, plain, config)
+        place.judge.outcome()
+        return out
 
 
 # ---------------------------------------------------------------------------------------------- the kernel
@@ -109,30 +114,30 @@ def test_more_groups_than_lanes_and_threads() -> None:
 @pytest.mark.slow
 def test_the_checks_of_a_gpu_pass_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "VARIANTS", (STORED,))
-    where: dict[str, Any] = {"device": "cpu", "backend": EMULATOR}
-    assert forward.check_bits((SHAPE,), **where) == "4 results, 9984 elements, bit for bit the reference's"
-    assert forward.check_independence((SHAPE,), **where).startswith("6 changes")
+    monkeypatch.setattr(forward, "SHAPES", (SHAPE,))
+    assert Check(forward.check_bits).on(EMULATOR) == "9984 elements"
+    assert "elements" in Check(forward.check_independence).on(EMULATOR)
 
 
 def test_an_element_that_is_a_bit_off_fails_the_checks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(plain: Plain, config: Bf16PlainConfig, backend: str | None = None) -> torch.Tensor:
+    def off(place: Place, plain: Plain, config: Bf16PlainConfig) -> torch.Tensor:
         out = reference(plain, config.out_dtype)
         out[1, 2] = torch.nextafter(out[1, 2], torch.tensor(float("inf")))
         return out
 
     monkeypatch.setattr(forward, "run", off)
     monkeypatch.setattr(forward, "VARIANTS", (STORED,))
+    monkeypatch.setattr(forward, "SHAPES", (SHAPE,))
     with pytest.raises(AssertionError, match=r"sizes=\(33, 0, 70, 1\).*, K contiguous"):
-        forward.check_bits((SHAPE,), "cpu", EMULATOR)
+        Check(forward.check_bits).on(EMULATOR)
 
 
 def test_all_kernels_of_the_checks_are_compiled_ahead() -> None:
     jobs, sanitized = jobs_of("sm_90a")
     assert "bf16 products" in jobs
     assert "padless.verify.bf16.forward" in sanitized
-    (rehearsal,) = rehearsals_of("sm_90a", ["bf16 products"], ())
-    with listing("sm_90a", "cubin", 132) as asked:
-        rehearsal.calls()
+    asked, problems = kernels_of(forward.CHECK.rehearsals("sm_90a"), Gpu("sm_90a", 132))
+    assert not problems
     wanted = {replace(c, n_major=order).prelude() for c in VARIANTS for order in (False, True)}
     assert wanted <= {kernel.prelude for kernel in asked}
 

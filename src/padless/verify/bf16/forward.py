@@ -5,8 +5,8 @@ move them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 
@@ -14,8 +14,8 @@ from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import clamped_ends
-from padless.runtime.choices import BackendName
-from padless.testing.guarded import GuardedOutput
+from padless.verify.checks import Check, run_small
+from padless.verify.fuzz.place import Place
 
 _REPEATS = 20
 
@@ -89,124 +89,88 @@ def random_plain(shape: PlainShape, seed: int = 0, *, wide: bool = False) -> Pla
     return Plain(a, values(len(shape.sizes), shape.n, shape.k), offs)
 
 
-def run(plain: Plain, config: Bf16PlainConfig, backend: BackendName | None = None) -> torch.Tensor:
+def run(place: Place, plain: Plain, config: Bf16PlainConfig) -> torch.Tensor:
     """The kernel's result in a guarded output: rows of groups alone, which may hold NaN."""
-    guarded = GuardedOutput(plain.a.shape[0], plain.b.shape[1], config.out_dtype, plain.a.device)
-    grouped_gemm(plain.a, plain.b, plain.offs, out=guarded.out, backend=backend, config=config)
-    if guarded.out.is_cuda:
-        torch.cuda.synchronize()
+    guarded = place.output(plain.a.shape[0], plain.b.shape[1], config.out_dtype)
+    grouped_gemm(plain.a, plain.b, plain.offs, out=guarded.out, backend=place.backend, config=config)
     last = max((end for _, end in plain.groups), default=0)
-    guarded.check(last, expect_finite=False)
+    place.judge.written(f"{config}", guarded, last)
     return guarded.out[:last].clone()
 
 
-def check_bf16_products() -> str:
-    """All of the checks of this module; raises AssertionError. For Hopper."""
-    return "; ".join(check() for check in (check_bits, check_independence, check_repeats, check_graph_replay))
+def check_bf16_products(place: Place) -> None:
+    """All of the checks of this module. For Hopper."""
+    for check in (check_bits, check_independence, check_repeats, check_graph_replay):
+        check(place)
 
 
-def _reference(plain: Plain) -> torch.Tensor:
+def _reference(plain: Plain, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     whole = grouped_gemm_plain_reference(
         plain.a, plain.b, plain.offs, out_dtype=torch.float32, accumulation="tensor_core"
     )
-    return whole[: max((end for _, end in plain.groups), default=0)]
+    return whole[: max((end for _, end in plain.groups), default=0)].to(dtype)
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bits agree, those of NaN and the signs of zeros included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def check_bits(shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None) -> str:
+def check_bits(place: Place) -> None:
     """Every shape, kernel and order of the weights, normal values and values over many powers of two: the bits of the
     reference, in outputs of poison between guards.
     """
-    results = elements = 0
-    for shape, wide in itertools.product(shapes, (False, True)):
-        plain = random_plain(shape, wide=wide).to(device)
-        wanted = _reference(plain)
+    for shape, wide in itertools.product(place.some(SHAPES), (False, True)):
+        plain = random_plain(shape, wide=wide).to(str(place.device))
+        wanted = cache(partial(_reference, plain))
         for config, operands in itertools.product(VARIANTS, (plain, plain.n_major())):
-            out = run(operands, config, backend)
             order = "N" if operands.b.stride(2) != 1 else "K"
-            assert same_bits(out, wanted.to(config.out_dtype)), f"{shape} by {config}, {order} contiguous"
-            results, elements = results + 1, elements + out.numel()
-    return f"{results} results, {elements} elements, bit for bit the reference's"
+            name = f"{shape} by {config}, {order} contiguous"
+            place.judge.same(name, run(place, operands, config), partial(wanted, config.out_dtype))
 
 
-def check_independence(
-    shapes: Sequence[PlainShape] = SHAPES, device: str = "cuda", backend: BackendName | None = None
-) -> str:
+def check_independence(place: Place) -> None:
     """NaN in all rows but one group's, each group alone, and ``gemm`` of it: the same bits."""
-    count = 0
-    for shape, config in itertools.product(shapes, VARIANTS):
-        plain = random_plain(shape, 1).to(device)
-        out = run(plain, config, backend)
+    for shape, config in itertools.product(place.some(SHAPES), VARIANTS):
+        plain = random_plain(shape, 1).to(str(place.device))
+        out = run(place, plain, config)
         filled = [group for group, (start, end) in enumerate(plain.groups) if end > start]
         for group in {*filled[:1], *filled[-1:]}:
             start, end = plain.groups[group]
             a = torch.full_like(plain.a, float("nan"))
             a[start:end] = plain.a[start:end]
-            others = run(replace(plain, a=a), config, backend)
-            assert same_bits(others[start:end], out[start:end]), f"{shape} sees NaN of others"
-            dense = gemm(a[start:end], plain.b[group], out_dtype=config.out_dtype, backend=backend)
-            assert same_bits(dense, out[start:end]), f"{shape}: gemm differs from group {group}"
-            row = gemm(a[end - 1 : end], plain.b[group], out_dtype=config.out_dtype, backend=backend)
-            assert same_bits(row, out[end - 1 : end]), f"{shape}: row {end - 1} differs when it is alone"
-            count += 3
-    return f"{count} changes of other rows that change no bit"
+            others = run(place, replace(plain, a=a), config)
+            place.judge.same(f"{shape} sees NaN of others", others[start:end], out[start:end])
+            for first, what in ((start, "gemm"), (end - 1, "its last row alone")):
+                dense = gemm(a[first:end], plain.b[group], out_dtype=config.out_dtype, backend=place.backend)
+                place.judge.same(f"{shape}: {what} differs from group {group}", dense, out[first:end])
 
 
-def check_repeats(device: str = "cuda", backend: BackendName | None = None) -> str:
+def check_repeats(place: Place) -> None:
     """The same call many times over gives the same bits: one that moves is a race."""
     for config in VARIANTS:
-        plain = random_plain(_REPEATED, 2).to(device)
-        first = run(plain, config, backend)
-        for _ in range(_REPEATS):
-            assert same_bits(run(plain, config, backend), first), f"{config} moved"
-    return f"{len(VARIANTS)} kernels, {_REPEATS} calls each"
+        plain = random_plain(_REPEATED, 2).to(str(place.device))
+        first = run(place, plain, config)
+        for _ in place.times(_REPEATS):
+            place.judge.same(f"{config} moved", run(place, plain, config), first)
 
 
-def check_graph_replay() -> str:
+def check_graph_replay(place: Place) -> None:
     """Captured in a CUDA graph, replayed with other values and other group sizes in the same buffers; no call waits."""
     shapes = (PlainShape((100, 0, 57, 99), 0, 272, 400), PlainShape((0, 199, 1, 56), 0, 272, 400))
-    plain, other = (random_plain(shape, seed).to("cuda") for seed, shape in enumerate(shapes))
-    out = torch.empty((256, 272), dtype=torch.bfloat16, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        grouped_gemm(plain.a, plain.b, plain.offs, out=out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        grouped_gemm(plain.a, plain.b, plain.offs, out=out)
-    for target, source in ((plain.a, other.a), (plain.b, other.b), (plain.offs, other.offs)):
-        target.copy_(source)
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert same_bits(out, _reference(other).bfloat16()), "a replay does not see new values and new sizes of groups"
-    return "replay sees new values and new sizes of groups"
+    plain, other = (random_plain(shape, seed).to(str(place.device)) for seed, shape in enumerate(shapes))
+    out = torch.empty((256, 272), dtype=torch.bfloat16, device=place.device)
+    call = partial(grouped_gemm, plain.a, plain.b, plain.offs, out=out, backend=place.backend)
+    sources = [other.a, other.b, other.offs, torch.full_like(out, float("nan"))]
+    place.replayed(call, [plain.a, plain.b, plain.offs, out], sources)
+    wanted = partial(_reference, other, torch.bfloat16)
+    place.judge.same("a replay with new values and new sizes of groups", out, wanted)
 
 
-def small_launches(device: str = "cuda", backend: BackendName | None = None) -> int:
-    """A few small launches of every kernel, for compute-sanitizer; returns how many."""
-    count = 0
+def small_launches(place: Place) -> None:
+    """A few small launches of every kernel, for compute-sanitizer."""
     for shape, config in itertools.product(_SMALL, VARIANTS):
-        plain = random_plain(shape).to(device)
+        plain = random_plain(shape).to(str(place.device))
         for operands in (plain, plain.n_major()):
-            run(operands, config, backend)
-            count += 1
-    return count
+            run(place, operands, config)
 
 
-def rehearse(backend: BackendName) -> None:
-    """Every kernel that the checks ask for, on the CPU, by ``backend``; nobody looks at the outputs."""
-    plain = random_plain(_SMALL[0])
-    for config, operands in itertools.product(VARIANTS, (plain, plain.n_major())):
-        grouped_gemm(operands.a, operands.b, operands.offs, out_dtype=config.out_dtype, backend=backend, config=config)
-
+CHECK, SMALL = Check(check_bf16_products, 4), Check(small_launches)
 
 if __name__ == "__main__":
-    print(f"{small_launches()} launches")
-    print("small problems done")
+    run_small(SMALL)
