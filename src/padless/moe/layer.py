@@ -28,6 +28,7 @@ from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
+from padless.moe.decode import moe_in_one_launch
 from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
 from padless.moe.routing import Routing, route
@@ -200,6 +201,14 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
+    if first.backend == second.backend:
+        out = moe_in_one_launch(
+            x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
+            has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
+            backend=first.backend,
+        )  # fmt: skip
+        if out is not None:
+            return out
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)

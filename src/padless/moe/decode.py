@@ -1,0 +1,84 @@
+"""The layer of few tokens in one launch (kernels/sm90_moe_decode), where that is faster: the bits of `padless.moe.layer`'s steps.
+
+Packed launches are found again by addresses, as in `padless.moe.fused`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.kernels.launch import keep
+from padless.kernels.sm90_moe_decode import host
+from padless.kernels.sm90_moe_decode.config import LayerShape
+from padless.moe.activation import Activation
+from padless.ops import launch_cache
+from padless.runtime.choices import BackendName
+from padless.runtime.devices import chosen_backend, device_of
+from padless.runtime.driver import PreparedLaunch
+
+# The most tokens that moe() computes in one launch. 0: none, until it is measured where that is faster.
+MOST_TOKENS = 0
+
+SPIN_LIMIT = 0  # of a wait for other CTAs: a launch that would hang traps instead; 0 is none
+
+_LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
+_MAX_LAUNCHES = 4096
+
+
+def moe_in_one_launch(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    w13: BlockScaledTensor,
+    w2: BlockScaledTensor,
+    *,
+    activation: Activation,
+    format: BlockScaledFormat | None,
+    has_bias: bool,
+    shared: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    backend: BackendName | None,
+    most_tokens: int | None = None,
+) -> torch.Tensor | None:
+    """`padless.moe.moe` of checked arguments with at least one token; None where its several launches are to compute it.
+
+    It takes FP8_BLOCK weights and activations and plain SwiGLU of concatenated or interleaved gate and up, no bias, on
+    Hopper, up to `most_tokens` tokens (None: MOST_TOKENS).
+    """
+    if top_k_index.shape[0] > (MOST_TOKENS if most_tokens is None else most_tokens):
+        return None
+    backend = chosen_backend(backend, x)
+    if (
+        backend not in ("cuda", "emulator")
+        or format != FP8_BLOCK
+        or has_bias
+        or out_dtype != torch.bfloat16
+        or not activation.is_plain_swiglu
+        or activation.gate_up == "alternating"
+        or not host.takes(x, top_k_index, top_k_weights, w13, w2, shared)
+    ):
+        return None
+    driver = device_of(backend, x)
+    if driver.arch != "sm_90a":
+        return None
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    read = (x, top_k_index, top_k_weights, w13.data, w13.scale, w2.data, w2.scale)
+    tensors = (*read, out) if shared is None else (*read, out, shared)
+    key = (backend, activation.gate_up, SPIN_LIMIT, *((t.data_ptr(), t.shape, t.dtype, t.device.index) for t in tensors))
+    launch = _LAUNCHES.get(key)
+    if launch is None:
+        shape = LayerShape(*top_k_index.shape, w13.data.shape[0], x.shape[1], w2.data.shape[2])
+        scratch = host.scratch_for(out, shape.hidden_words)
+        if scratch is None:
+            return None
+        launch = host.prepare(
+            driver, x, top_k_index, top_k_weights, w13, w2, shared, out, scratch,
+            interleaved=activation.gate_up == "interleaved", spin_limit=SPIN_LIMIT,
+        ).launch  # fmt: skip
+        if backend == "cuda":
+            keep(_LAUNCHES, _MAX_LAUNCHES, key, launch)
+    launch(launch_cache.current_stream(x.device.index or 0) if x.is_cuda else 0)
+    return out
