@@ -55,7 +55,7 @@ template <int N>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], SharedStorage& shared, const Problem& problem,
                                          uint32_t ring, int pipeline, int k_blocks, const CodeRows& rows,
                                          const WeightScales& weight_scales, int lane, RingPosition& position) {
-    constexpr int AT_ONCE = N <= 40 ? 2 : 1;
+    constexpr int AT_ONCE = N <= 32 ? 2 : 1;
     float p[AT_ONCE][N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
