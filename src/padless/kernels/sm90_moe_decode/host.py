@@ -66,7 +66,7 @@ def prepare(
     pointers = (w13.scale, w2.scale, x, shared, ids, weights, out, scratch)
     integers = (
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i, run),
-        *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, shape.hidden_words),
+        *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, _room(scratch)),
     )
     arguments: list[Argument] = [driver.encode(_gate_up_map(w13.data, run)), driver.encode(_stripe_map(w2.data))]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
@@ -129,6 +129,11 @@ def scratch_for(out: torch.Tensor, hidden_words: int) -> torch.Tensor | None:
         at = _USED[out.device]
         _USED[out.device] = at + words
         return _SCRATCH.setdefault(key, chunks[-1][at : at + words])
+
+
+def _room(scratch: torch.Tensor) -> int:
+    """Words of a buffer. It does not follow from one launch's sizes: the next one may have others."""
+    return (scratch.numel() - _CONTROL_WORDS) // 2
 
 
 def _is_capturing(device: torch.device) -> bool:

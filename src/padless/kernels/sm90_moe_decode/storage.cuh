@@ -62,7 +62,7 @@ struct Problem {
     int ids_bytes;  // 4 or 8
     int weights_type;
     int stages;
-    int words;  // of a buffer of hidden rows
+    int room;  // words of a buffer of hidden rows, the same in all launches with this scratch
 
     __device__ __forceinline__ int slots() const { return tokens * top_k; }
     __device__ __forceinline__ int units_of_expert() const { return i / UNIT_OUTPUTS; }
@@ -71,7 +71,7 @@ struct Problem {
     __device__ __forceinline__ int stripes() const { return h / UNIT_ROWS; }
     __device__ __forceinline__ int room_for_rows() const { return (slots() + 7) / 8 * 8; }
     __device__ __forceinline__ uint32_t* hidden(uint32_t launch) const {
-        return reinterpret_cast<uint32_t*>(control + 1) + (launch & 1) * words;
+        return reinterpret_cast<uint32_t*>(control + 1) + (launch & 1) * room;
     }
 };
 
