@@ -10,7 +10,7 @@ __device__ __forceinline__ int row_of_token(uint32_t tokens, int first_row, int 
 // A warp's unit of the first product: 8 activated columns of an expert.
 struct FirstUnit {
     uint32_t tokens = 0;  // none: there is no such unit
-    int first_row, column;
+    int first_row = 0, column = 0;
     const float *gate_scales = nullptr, *up_scales = nullptr;
 
     __device__ __forceinline__ FirstUnit(const SharedStorage& shared, const Problem& p, int unit, int end) {

@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], SharedStorage& share
     const uint32_t scales = rows.scales + lane % 4 * 8;
     for (int kb = 0; kb < k_blocks; kb += AT_ONCE) {
         const int blocks = k_blocks - kb < AT_ONCE ? 1 : AT_ONCE;
-        int stages[AT_ONCE];
+        int stages[AT_ONCE] = {};
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) pin(p[n]);
 #pragma unroll
