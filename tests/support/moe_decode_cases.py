@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 
 from padless import FP8_BLOCK, BlockScaledTensor, quantize
 from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_moe_decode import host
-from padless.moe import moe
+from padless.moe import decode, moe
 
 GUARD = 64  # values on either side of an output
 
@@ -51,8 +52,8 @@ def draw_tokens(
 ) -> Tokens:
     """Random tokens, the last of which is 0 where there are several.
 
-    kind: of ids. "any": with repeats in a token, and some that are no expert; "distinct"; "none": no expert at all; "one":
-        all the same.
+    kind: of ids. "any": with repeats in a token, and some that are no expert; "distinct"; "none": no expert at all;
+        "one": all the same.
     """
     g = torch.Generator().manual_seed(1000 + seed)
     h, experts = weights.w13.data.shape[2], weights.experts
@@ -76,7 +77,10 @@ def draw_tokens(
 
 def several_launches(weights: Weights, tokens: Tokens, seed: int = 0) -> torch.Tensor:
     """What moe() gives in its steps, whose products run in the emulator."""
-    with emulated_driver().configured(num_sms=2, seed=seed, checks=False):
+    with (
+        emulated_driver().configured(num_sms=2, seed=seed, checks=False),
+        mock.patch.object(decode, "is_faster", return_value=False),
+    ):
         return moe(
             tokens.x, tokens.ids, tokens.weights, weights.w13, weights.w2, gate_up=weights.gate_up, shared=tokens.shared,
             backend="emulator",

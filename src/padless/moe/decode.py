@@ -1,4 +1,4 @@
-"""The layer of few tokens in one launch (kernels/sm90_moe_decode), where that is faster: the bits of `padless.moe.layer`'s steps.
+"""The layer of few tokens in one launch (kernels/sm90_moe_decode), where that is faster.
 
 Packed launches are found again by addresses, as in `padless.moe.fused`.
 """
@@ -19,13 +19,21 @@ from padless.runtime.choices import BackendName
 from padless.runtime.devices import chosen_backend, device_of
 from padless.runtime.driver import PreparedLaunch
 
-# The most tokens that moe() computes in one launch. 0: none, until it is measured where that is faster.
-MOST_TOKENS = 0
+# Where one launch is faster than several, as measured on an H200: up to so many tokens, if their hidden rows have at most so
+# many values and rows of x so many columns; a token alone always.
+MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 3 << 14, 4096
 
-SPIN_LIMIT = 0  # of a wait for other CTAs: a launch that would hang traps instead; 0 is none
+SPIN_LIMIT = 0  # turns of a wait for other CTAs after which a launch traps instead of hanging; 0 is none
 
 _LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
 _MAX_LAUNCHES = 4096
+
+
+def is_faster(shape: LayerShape) -> bool:
+    """Whether moe() computes such a layer in one launch, if it can."""
+    if shape.tokens == 1:
+        return True
+    return shape.tokens <= MOST_TOKENS and shape.hidden_words <= MOST_HIDDEN and shape.h <= MOST_COLUMNS
 
 
 def moe_in_one_launch(
@@ -41,14 +49,14 @@ def moe_in_one_launch(
     shared: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: BackendName | None,
-    most_tokens: int | None = None,
 ) -> torch.Tensor | None:
     """`padless.moe.moe` of checked arguments with at least one token; None where its several launches are to compute it.
 
     It takes FP8_BLOCK weights and activations and plain SwiGLU of concatenated or interleaved gate and up, no bias, on
-    Hopper, up to `most_tokens` tokens (None: MOST_TOKENS).
+    Hopper, where `is_faster`.
     """
-    if top_k_index.shape[0] > (MOST_TOKENS if most_tokens is None else most_tokens):
+    shape = host.shape_of(top_k_index, w2)
+    if not is_faster(shape):
         return None
     backend = chosen_backend(backend, x)
     if (
@@ -67,11 +75,15 @@ def moe_in_one_launch(
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     read = (x, top_k_index, top_k_weights, w13.data, w13.scale, w2.data, w2.scale)
     tensors = (*read, out) if shared is None else (*read, out, shared)
-    key = (backend, activation.gate_up, SPIN_LIMIT, *((t.data_ptr(), t.shape, t.dtype, t.device.index) for t in tensors))
+    key = (
+        backend,
+        activation.gate_up,
+        SPIN_LIMIT,
+        *((t.data_ptr(), t.shape, t.dtype, t.device.index) for t in tensors),
+    )
     launch = _LAUNCHES.get(key)
     if launch is None:
-        shape = LayerShape(*top_k_index.shape, w13.data.shape[0], x.shape[1], w2.data.shape[2])
-        scratch = host.scratch_for(out, shape.hidden_words)
+        scratch = host.scratch_for(out.device, out.data_ptr(), shape)
         if scratch is None:
             return None
         launch = host.prepare(

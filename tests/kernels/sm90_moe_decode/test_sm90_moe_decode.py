@@ -24,7 +24,7 @@ CASES = [
     pytest.param(5, 128, 384, "concatenated", 8, 3, "one", True, 1, 3, id="one expert", marks=SLOW),
     pytest.param(12, 384, 256, "interleaved", 8, 8, "any", True, 5, 11, id="most rows of eight tokens", marks=SLOW),
     pytest.param(7, 256, 128, "concatenated", 16, 4, "any", True, 4, 5, id="sixteen tokens", marks=SLOW),
-    pytest.param(4, 128, 128, "concatenated", 13, 4, "distinct", False, 2, 9, id="all tokens of all experts", marks=SLOW),
+    pytest.param(4, 128, 128, "concatenated", 13, 4, "distinct", False, 2, 9, id="all of all experts", marks=SLOW),
     pytest.param(300, 128, 128, "concatenated", 5, 2, "any", False, 3, 8, id="300 experts", marks=SLOW),
     pytest.param(2, 4224, 128, "concatenated", 1, 2, "distinct", False, 2, 6, id="33 blocks of K", marks=SLOW),
 ]
@@ -65,7 +65,15 @@ def test_one_token_after_eight() -> None:
 
 @pytest.mark.slow
 def test_many_launches_with_one_scratch() -> None:
-    sizes = [(3, 2, "any"), (2, 2, "none"), (8, 3, "any"), (1, 1, "distinct"), (1, 4, "any"), (12, 2, "any"), (2, 2, "any")]
+    sizes = [
+        (3, 2, "any"),
+        (2, 2, "none"),
+        (8, 3, "any"),
+        (1, 1, "distinct"),
+        (1, 4, "any"),
+        (12, 2, "any"),
+        (2, 2, "any"),
+    ]
     check_sequence(sizes, 256, [3, 20, 40])
 
 
@@ -80,7 +88,9 @@ def test_weights_and_ids_of_other_types(dtype: torch.dtype) -> None:
     with driver.configured(seed=4):
         launch(driver, weights, drawn, output.poisoned(3), scratch(3 * 2 * 128))
     assert output.is_right(want)
-    far = type(drawn)(drawn.x, drawn.ids.long() + 2**32, drawn.weights, drawn.shared)  # no expert, though its low half is
+    far = type(drawn)(
+        drawn.x, drawn.ids.long() + 2**32, drawn.weights, drawn.shared
+    )  # no experts, though low halves are
     with driver.configured(seed=4):
         launch(driver, weights, far, output.poisoned(3), scratch(3 * 2 * 128))
     assert output.is_right(several_launches(weights, far))

@@ -58,7 +58,8 @@ __device__ __forceinline__ void quantize_x(const Problem& p, const Layout& layou
             const float scale = quantize_block<8, 16>(v, words);
             if (piece >= pieces) continue;
             const int token = piece / of_token, column = piece % of_token * 8, kb = column / BLOCK_K;
-            st_shared_v2_b32(code_address(layout.codes, MOST_TOKENS, kb, token, column % BLOCK_K), words[0], words[1]);
+            st_shared_v2_b32(code_address(layout.codes, MOST_TOKENS, kb, token, column % BLOCK_K), words[0],
+                             words[1]);
             if (lane % 16 == 0) st_shared_f32(layout.scales + (kb * MOST_TOKENS + token) * 4, scale);
         }
     }

@@ -79,7 +79,7 @@ class LayerShape:
             and 1 <= self.experts <= MOST_EXPERTS
             and self.h % 128 == 0
             and self.i % 128 == 0
-            and 0 < min(self.h, self.i)
+            and min(self.h, self.i) > 0
             and max(self.h, self.i) <= MOST_K
             and self.stages >= LEAST_STAGES
         )

@@ -19,7 +19,8 @@ struct FirstUnit {
         column = unit % p.units_of_expert() * UNIT_OUTPUTS;
         tokens = shared.tokens_of[number];
         first_row = shared.first_row[number];
-        const bool is_apart = p.run == p.units_of_expert();  // gate above up; else runs of 32, a 64 within one block
+        const bool is_apart =
+            p.run == p.units_of_expert();  // gate above up; else runs of 32, a 64 within one block
         const int gate = is_apart ? column / 128 : column / 64, up = is_apart ? (p.i + column) / 128 : gate;
         const long long blocks = static_cast<long long>(shared.experts[number]) * (2 * p.i / 128);
         gate_scales = p.w13_scale + (blocks + gate) * p.h_blocks();
@@ -41,7 +42,8 @@ __device__ __forceinline__ void store_hidden(const Problem& p, const FirstUnit& 
     for (int n = 0; n < MOST_TOKENS / 4; ++n) {
         const int row = row_of_token(unit.tokens, unit.first_row, n / 2 * 8 + lane % 4 * 2 + n % 2);
         const uint32_t word = ~__float_as_uint(gate[n]);
-        if (row >= 0) st_relaxed_gpu(hidden + row * p.i, word == 0 ? ~0x7FFFFFFFu : word);  // 0 would be a NaN
+        if (row >= 0)
+            st_relaxed_gpu(hidden + row * p.i, word == 0 ? ~0x7FFFFFFFu : word);  // 0 would be a NaN
     }
 }
 
@@ -97,7 +99,8 @@ __device__ __forceinline__ void stripe_tile(SharedStorage& shared, const Problem
 // Calls stripe_tile for `eights` times 8 rows.
 template <int EIGHTS, class... Arguments>
 __device__ __forceinline__ void stripe_tile_of(int eights, Arguments&... arguments) {
-    constexpr int MOST = MOST_TOKENS / 2 + 1;  // four experts have 4 MOST_TOKENS rows at most, from any row on
+    constexpr int MOST =
+        MOST_TOKENS / 2 + 1;  // four experts have 4 MOST_TOKENS rows at most, from any row on
     if constexpr (EIGHTS <= MOST) {
         if (eights <= EIGHTS)
             stripe_tile<8 * EIGHTS>(arguments...);
@@ -107,8 +110,9 @@ __device__ __forceinline__ void stripe_tile_of(int eights, Arguments&... argumen
 }
 
 // One output: the k slots of a token in their order, `shared_value` last, rounded once.
-__device__ __forceinline__ float sum_of_slots(const SharedStorage& shared, const Problem& p, const Layout& layout,
-                                              int parity, int token, int column, float shared_value) {
+__device__ __forceinline__ float sum_of_slots(const SharedStorage& shared, const Problem& p,
+                                              const Layout& layout, int parity, int token, int column,
+                                              float shared_value) {
     float total = 0.0f;
     for (int j = 0; j < p.top_k; ++j) {
         const int slot = token * p.top_k + j, row = shared.row_of_slot[slot];
@@ -119,8 +123,8 @@ __device__ __forceinline__ float sum_of_slots(const SharedStorage& shared, const
     return p.shared == nullptr ? total : __fadd_rn(total, shared_value);
 }
 
-__device__ __forceinline__ const float* stripe_scales(const SharedStorage& shared, const Problem& p, int stripe,
-                                                      int number) {
+__device__ __forceinline__ const float* stripe_scales(const SharedStorage& shared, const Problem& p,
+                                                      int stripe, int number) {
     if (number >= shared.num_hit || stripe >= p.stripes()) return nullptr;
     const long long blocks = static_cast<long long>(shared.experts[number]) * (p.h / 128);
     return p.w2_scale + (blocks + stripe * UNIT_ROWS / 128) * p.i_blocks();
@@ -130,7 +134,8 @@ __device__ __forceinline__ void second_product(SharedStorage& shared, const Prob
                                                uint32_t ring, int pipeline, int warp, int lane,
                                                RingPosition& position) {
     constexpr int STEP = PIPELINES * TILE_UNITS;
-    const int thread = pipeline * 128 + warp * 32 + lane, token = thread / UNIT_ROWS, column = thread % UNIT_ROWS;
+    const int thread = pipeline * 128 + warp * 32 + lane, token = thread / UNIT_ROWS,
+              column = thread % UNIT_ROWS;
     const int hit = shared.num_hit;
     int parity = 0;
     for (int n = 0;; ++n) {
@@ -152,8 +157,8 @@ __device__ __forceinline__ void second_product(SharedStorage& shared, const Prob
                 const int end = first + TILE_UNITS < hit ? first + TILE_UNITS : hit;
                 int eight = shared.first_row[first] / 8;
                 const int eights = (shared.first_row[end] + 7) / 8 - eight;
-                stripe_tile_of<1>(eights, shared, p, layout, ring, pipeline, eight, number, parity, here, lane,
-                                  position);
+                stripe_tile_of<1>(eights, shared, p, layout, ring, pipeline, eight, number, parity, here,
+                                  lane, position);
             }
             bar_sync(CODES_BARRIER, NUM_CONSUMERS);
             if (token < p.tokens) {

@@ -17,6 +17,12 @@ WEIGHTS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in
 _UNIT_OUTPUTS, _UNIT_ROWS, _RUN = 8, 16, 32
 
 
+def shape_of(ids: torch.Tensor, w2: BlockScaledTensor) -> LayerShape:
+    """The sizes of a layer, of ids (T, k) and w2 (E, H, I)."""
+    (tokens, top_k), (experts, h, i) = ids.shape, w2.data.shape
+    return LayerShape(tokens, top_k, experts, h, i)
+
+
 def takes(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -28,7 +34,7 @@ def takes(
     """Whether the kernel can compute the layer of these operands: FP8_BLOCK weights, all that it reads contiguous, x and
     shared in bfloat16, sizes that fit.
     """
-    shape = LayerShape(*ids.shape, w13.data.shape[0], x.shape[1], w2.data.shape[2])
+    shape = shape_of(ids, w2)
     read = [x, ids, weights, w13.data, w13.scale, w2.data, w2.scale] + ([] if shared is None else [shared])
     return (
         shape.fits
@@ -60,7 +66,7 @@ def prepare(
     out: (T, H) bfloat16. scratch: of `scratch_for`. interleaved: gate and up are runs of 32 rows of w13, else halves.
     """
     device = out.device.index or 0
-    shape = LayerShape(*ids.shape, w13.data.shape[0], x.shape[1], w2.data.shape[2])
+    shape = shape_of(ids, w2)
     kernel, function = load_kernel(driver, KERNEL, MoeDecodeConfig(shape.most_tokens, spin_limit), device)
     run = _RUN // _UNIT_OUTPUTS if interleaved else shape.i // _UNIT_OUTPUTS
     pointers = (w13.scale, w2.scale, x, shared, ids, weights, out, scratch)
@@ -104,30 +110,30 @@ _SCRATCH: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 _GUARD = threading.Lock()
 
 
-def scratch_for(out: torch.Tensor, hidden_words: int) -> torch.Tensor | None:
-    """The scratch of launches that write to ``out``, int32, or None where there is no more of it.
+def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.Tensor | None:
+    """The scratch, int32, of launches that write to ``address``; None where there is no more of it.
 
     As of tile counters (``kernels/launch.py``): launches that run at the same time need scratch of their own, those that
-    write to one address cannot, and what an address was given stays its own, since a CUDA graph may replay an old launch at
-    any time. It is cut from chunks that are cleared once, never while a graph is captured, and stay.
+    write to one address cannot, and what an address was given stays its own, since a CUDA graph may replay an old launch
+    at any time. It is cut from chunks that are cleared once, never while a graph is captured, and stay.
     """
-    room = max(1 << (hidden_words - 1).bit_length(), 1 << 12)
-    key = (out.device, out.data_ptr(), room)
+    room = max(1 << (shape.hidden_words - 1).bit_length(), 1 << 12)
+    key = (device, address, room)
     found = _SCRATCH.get(key)
     if found is not None:
         return found
     words = _CONTROL_WORDS + 2 * room
     with _GUARD:
-        chunks = _CHUNKS.setdefault(out.device, [])
-        if not chunks or _USED[out.device] + words > _CHUNK_WORDS:
-            if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS or _is_capturing(out.device):
+        chunks = _CHUNKS.setdefault(device, [])
+        if not chunks or _USED[device] + words > _CHUNK_WORDS:
+            if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS or _is_capturing(device):
                 return None
-            chunks.append(torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=out.device))
-            if out.is_cuda:  # other streams may be the next to use it
-                torch.cuda.current_stream(out.device).synchronize()
-            _USED[out.device] = 0
-        at = _USED[out.device]
-        _USED[out.device] = at + words
+            chunks.append(torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=device))
+            if device.type == "cuda":  # other streams may be the next to use it
+                torch.cuda.current_stream(device).synchronize()
+            _USED[device] = 0
+        at = _USED[device]
+        _USED[device] = at + words
         return _SCRATCH.setdefault(key, chunks[-1][at : at + words])
 
 

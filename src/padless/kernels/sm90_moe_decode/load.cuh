@@ -5,8 +5,9 @@
 constexpr int NOWHERE = 1 << 30;
 
 template <class Copy>
-__device__ __forceinline__ void load_tile(SharedStorage& shared, const Problem& p, uint32_t ring, int pipeline,
-                                          int k_blocks, int lane, RingPosition& position, const Copy& copy) {
+__device__ __forceinline__ void load_tile(SharedStorage& shared, const Problem& p, uint32_t ring,
+                                          int pipeline, int k_blocks, int lane, RingPosition& position,
+                                          const Copy& copy) {
     for (int kb = 0; kb < k_blocks; ++kb) {
         const uint32_t full = shared_address(&shared.full[pipeline][position.stage]);
         if (lane == 0) {
@@ -14,13 +15,15 @@ __device__ __forceinline__ void load_tile(SharedStorage& shared, const Problem& 
             mbarrier_arrive_expect_tx(full, STAGE_BYTES);
         }
         __syncwarp();
-        if (lane < TILE_UNITS) copy(ring + position.stage * STAGE_BYTES + lane * UNIT_BYTES, full, kb * BLOCK_K);
+        if (lane < TILE_UNITS)
+            copy(ring + position.stage * STAGE_BYTES + lane * UNIT_BYTES, full, kb * BLOCK_K);
         position.advance(p.stages);
     }
 }
 
-__device__ __forceinline__ void load_weights(SharedStorage& shared, const Problem& p, const TensorMap& map_w13,
-                                             const TensorMap& map_w2, int pipeline, int lane) {
+__device__ __forceinline__ void load_weights(SharedStorage& shared, const Problem& p,
+                                             const TensorMap& map_w13, const TensorMap& map_w2, int pipeline,
+                                             int lane) {
     const uint32_t ring = Layout(shared, p).ring + pipeline * p.stages * STAGE_BYTES;
     const int of_expert = p.units_of_expert(), hit = shared.num_hit;
     RingPosition position;

@@ -13,7 +13,8 @@ __device__ __forceinline__ float scale_of_lane(const float* scales, int kb, int 
     return scales != nullptr && kb < k_blocks ? __ldg(scales + kb) : 0.0f;
 }
 
-__device__ __forceinline__ WeightScales load_scales(const float* upper, const float* lower, int k_blocks, int lane) {
+__device__ __forceinline__ WeightScales load_scales(const float* upper, const float* lower, int k_blocks,
+                                                    int lane) {
     WeightScales s;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -54,7 +55,8 @@ __device__ __forceinline__ void pin(float (&p)[N]) {
 template <int N>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], SharedStorage& shared, const Problem& problem,
                                          uint32_t ring, int pipeline, int k_blocks, const CodeRows& rows,
-                                         const WeightScales& weight_scales, int lane, RingPosition& position) {
+                                         const WeightScales& weight_scales, int lane,
+                                         RingPosition& position) {
     constexpr int AT_ONCE = N <= 32 ? 2 : 1;
     float p[AT_ONCE][N / 2];
 #pragma unroll
@@ -70,8 +72,10 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], SharedStorage& share
             if (n == blocks) break;
             stages[n] = position.stage;
             mbarrier_wait(shared_address(&shared.full[pipeline][position.stage]), position.phase);
-            const uint32_t a = __shfl_sync(0xffffffff, descriptor_low(ring + position.stage * STAGE_BYTES), 0);
-            const uint32_t b = __shfl_sync(0xffffffff, descriptor_low(rows.codes + (kb + n) * rows.block_bytes), 0);
+            const uint32_t a =
+                __shfl_sync(0xffffffff, descriptor_low(ring + position.stage * STAGE_BYTES), 0);
+            const uint32_t b =
+                __shfl_sync(0xffffffff, descriptor_low(rows.codes + (kb + n) * rows.block_bytes), 0);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < BLOCK_K; k += 32)
@@ -86,14 +90,18 @@ __device__ __forceinline__ void multiply(float (&d)[N / 2], SharedStorage& share
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) pin(p[n]);
         __syncwarp();
-        if (lane < blocks) mbarrier_arrive(shared_address(&shared.empty[pipeline][lane == 0 ? stages[0] : stages[AT_ONCE - 1]]));
+        if (lane < blocks)
+            mbarrier_arrive(
+                shared_address(&shared.empty[pipeline][lane == 0 ? stages[0] : stages[AT_ONCE - 1]]));
 #pragma unroll
         for (int n = 0; n < AT_ONCE; ++n) {
             if (n == blocks) break;
             const int of_lane = (kb + n) % 32;
             const bool is_far = kb + n >= 32;
-            const float upper = __shfl_sync(0xffffffff, is_far ? weight_scales.upper[1] : weight_scales.upper[0], of_lane);
-            const float lower = __shfl_sync(0xffffffff, is_far ? weight_scales.lower[1] : weight_scales.lower[0], of_lane);
+            const float upper =
+                __shfl_sync(0xffffffff, is_far ? weight_scales.upper[1] : weight_scales.upper[0], of_lane);
+            const float lower =
+                __shfl_sync(0xffffffff, is_far ? weight_scales.lower[1] : weight_scales.lower[0], of_lane);
             add_block<N>(d, p[n], scales + (kb + n) * rows.scale_block_bytes, upper, lower);
         }
     }

@@ -7,8 +7,8 @@ constexpr int WORDS_OF_LANE = EXPERT_WORDS / 32;
 
 // The number of slot `slot`'s expert, -1 where it is none.
 __device__ __forceinline__ int load_id(const Problem& p, int slot) {
-    const long long id = p.ids_bytes == 8 ? static_cast<const long long*>(p.ids)[slot]
-                                          : static_cast<const int*>(p.ids)[slot];
+    const long long id =
+        p.ids_bytes == 8 ? static_cast<const long long*>(p.ids)[slot] : static_cast<const int*>(p.ids)[slot];
     return id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
 }
 

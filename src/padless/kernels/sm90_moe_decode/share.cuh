@@ -15,8 +15,10 @@ __device__ __forceinline__ void take_shares(SharedStorage& shared, const Problem
     shared.launches = ld_relaxed_gpu(&control.launches);
     shared.old_words = ld_relaxed_gpu(&control.words);
     int held = 0;
-    if (first < shares) announce_share(shared, held++, first);
-    else announce_share(shared, held++, NO_SHARE);
+    if (first < shares)
+        announce_share(shared, held++, first);
+    else
+        announce_share(shared, held++, NO_SHARE);
     mbarrier_arrive(shared_address(&shared.routed));
 
     if (first < shares) {

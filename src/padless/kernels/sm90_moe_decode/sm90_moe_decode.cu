@@ -61,14 +61,14 @@ using uint64_t = unsigned long long;
 #include "sm90_moe_decode/consume.cuh"
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_decode(
-    const __grid_constant__ TensorMap map_w13, const __grid_constant__ TensorMap map_w2, const float* w13_scale,
-    const float* w2_scale, const uint16_t* x, const uint16_t* shared_rows, const void* ids, const void* weights,
-    uint16_t* out, Control* control, int tokens, int top_k, int experts, int h, int i, int run, int ids_bytes,
-    int weights_type, int stages, int room) {
+    const __grid_constant__ TensorMap map_w13, const __grid_constant__ TensorMap map_w2,
+    const float* w13_scale, const float* w2_scale, const uint16_t* x, const uint16_t* shared_rows,
+    const void* ids, const void* weights, uint16_t* out, Control* control, int tokens, int top_k, int experts,
+    int h, int i, int run, int ids_bytes, int weights_type, int stages, int room) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{w13_scale, w2_scale, x, shared_rows, ids, weights, out, control, tokens, top_k,
-                          experts, h, i, run, ids_bytes, weights_type, stages, room};
+    const Problem problem{w13_scale, w2_scale, x, shared_rows, ids, weights,   out,          control, tokens,
+                          top_k,     experts,  h, i,           run, ids_bytes, weights_type, stages,  room};
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
     if (warp == SHARE_WARP) {

@@ -2,8 +2,9 @@
 #pragma once
 
 // The host defines, from MoeDecodeConfig: MOST_TOKENS (8 or 16), SPIN_LIMIT (0 for none).
-constexpr int BLOCK_K = 128;     // bytes, elements, and the length of a scale block
-constexpr int UNIT_ROWS = 16;    // weight rows of one expert: 8 of gate and 8 of up, or 16 columns of the result
+constexpr int BLOCK_K = 128;  // bytes, elements, and the length of a scale block
+constexpr int UNIT_ROWS =
+    16;  // weight rows of one expert: 8 of gate and 8 of up, or 16 columns of the result
 constexpr int UNIT_OUTPUTS = 8;  // activated columns of a unit of the first product
 constexpr int TILE_UNITS = 4;    // a warp's rows of an m64 are a unit
 constexpr int UNIT_BYTES = UNIT_ROWS * BLOCK_K;
@@ -37,14 +38,14 @@ struct alignas(1024) SharedStorage {
     uint64_t full[PIPELINES][STAGES], empty[PIPELINES][STAGES];
     uint64_t routed;
     uint32_t launches, old_words;
-    int shares[MOST_SHARES + 2];       // that this CTA has taken, then NO_SHARE; UNKNOWN_SHARE beyond
-    uint32_t is_hit[EXPERT_WORDS];     // a bit an expert
-    int hits_before[EXPERT_WORDS];     // experts hit with smaller ids than the word's
-    int num_hit;                       // experts that have a token; from 0 on in the order of their ids:
-    int experts[MOST_SLOTS];           // ids
-    uint32_t tokens_of[MOST_SLOTS];    // a bit a token
-    int first_row[MOST_SLOTS + 1];     // hidden rows are numbered by expert, then token
-    int row_of_slot[MOST_SLOTS];       // -1: no expert
+    int shares[MOST_SHARES + 2];     // that this CTA has taken, then NO_SHARE; UNKNOWN_SHARE beyond
+    uint32_t is_hit[EXPERT_WORDS];   // a bit an expert
+    int hits_before[EXPERT_WORDS];   // experts hit with smaller ids than the word's
+    int num_hit;                     // experts that have a token; from 0 on in the order of their ids:
+    int experts[MOST_SLOTS];         // ids
+    uint32_t tokens_of[MOST_SLOTS];  // a bit a token
+    int first_row[MOST_SLOTS + 1];   // hidden rows are numbered by expert, then token
+    int row_of_slot[MOST_SLOTS];     // -1: no expert
     float slot_weight[MOST_SLOTS];
 };
 #include "device/read_back.cuh"
@@ -89,7 +90,8 @@ struct Layout {
         results = scales + code_bytes / BLOCK_K * 4;
     }
     // Results of the stripe at hand, bf16 by row and column; stripes take turns with two places.
-    __device__ __forceinline__ uint32_t result(const Problem& p, int stripe_parity, int row, int column) const {
+    __device__ __forceinline__ uint32_t result(const Problem& p, int stripe_parity, int row,
+                                               int column) const {
         return results + ((stripe_parity * p.room_for_rows() + row) * UNIT_ROWS + column) * 2;
     }
 };
@@ -142,6 +144,7 @@ __device__ __forceinline__ int share_at(SharedStorage& shared, int index, int la
 }
 
 __device__ __forceinline__ void announce_share(SharedStorage& shared, int index, int share) {
-    asm volatile("st.relaxed.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&shared.shares[index])), "r"(share)
+    asm volatile("st.relaxed.cta.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&shared.shares[index])),
+                 "r"(share)
                  : "memory");
 }
