@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from padless.kernels.sm90_moe_decode.config import MoeDecodeConfig
 from support.emulator_variants import Variant
-from support.moe_decode_bugs import BUGS, MAIN
+from support.moe_decode_bugs import BUGS, IMPATIENT, MAIN
 from support.moe_decode_cases import Output, Tokens, draw_tokens, draw_weights, launch, scratch, several_launches
 from support.planted_bugs import Bug, assert_found, cases
 
@@ -30,7 +29,7 @@ def calls() -> list[tuple[Tokens, torch.Tensor]]:
 
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
-    driver: Any = Variant("sm_90a", MAIN, bug.edits, MoeDecodeConfig(), bug.nth)
+    driver: Any = Variant("sm_90a", MAIN, bug.edits, IMPATIENT, bug.nth)
     kinds: list[str] = []
     for tried, seed in enumerate(SEEDS[: bug.seeds]):
         output, memory, is_right = Output(3, 256), scratch(3 * 2 * HIDDEN), True
