@@ -1,4 +1,4 @@
-"""When moe() is one launch: which layers it takes, that it gives the bits of several, and whose the scratch is."""
+"""Layers that moe() computes in one launch: which they are, the bits of several launches, and whose the scratch is."""
 
 from __future__ import annotations
 
