@@ -22,7 +22,7 @@ from padless.kernels import launch, remembered, replay
 from padless.moe import fused
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
-from padless.runtime.driver import CudaDriver, CudaLaunch, TileCounter
+from padless.runtime.driver import ByAddress, CudaDriver, CudaLaunch
 
 STREAM = 0x5000
 _CACHES = (devices._cuda_of, driver._driver_of, fused._capability, launches.is_programmatic, casts.casts_in_hardware)
@@ -94,7 +94,7 @@ class Gpu:
 
     def packed(self, function: Any, arguments: Any) -> None:
         """Is told of every launch that is packed."""
-        counters = [i for i, a in enumerate(arguments) if isinstance(a, tuple) and isinstance(a[0], TileCounter)]
+        counters = [i for i, a in enumerate(arguments) if isinstance(a, tuple) and isinstance(a[0], ByAddress)]
         self.counters.update((function.value, i) for i in counters)
         self._sizes[function.value] = [len(a) if isinstance(a, bytes) else a[1] for a in arguments]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from padless.formats import ceil_div
 from padless.kernels.remembered import Prepared as Prepared
-from padless.runtime.driver import Driver, TileCounter
+from padless.runtime.driver import ByAddress, Driver
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
 
 
@@ -69,7 +69,7 @@ _COUNTERS: dict[tuple[KernelConfig, int], dict[int, int]] = {}
 _COUNTERS_GUARD = threading.Lock()
 
 
-def tile_counter(config: KernelConfig, device: int, out_address: int) -> TileCounter:
+def tile_counter(config: KernelConfig, device: int, out_address: int) -> ByAddress:
     """The kernel's tile counter for launches that write to ``out_address``, or -1 when all are taken.
 
     Launches that run at the same time need different counters. Those that write to one address cannot run at the same
@@ -78,9 +78,7 @@ def tile_counter(config: KernelConfig, device: int, out_address: int) -> TileCou
     """
     with _COUNTERS_GUARD:
         taken = _COUNTERS.setdefault((config, device), {})
-    counter = TileCounter(_counter(taken, out_address))
-    counter.address, counter.elsewhere = out_address, partial(_counter, taken)
-    return counter
+    return ByAddress(_counter(taken, out_address), out_address, partial(_counter, taken))
 
 
 def _counter(taken: dict[int, int], out_address: int) -> int:

@@ -24,7 +24,7 @@ from padless.formats import BlockScaledTensor, round_up
 from padless.kernels import remembered
 from padless.kernels.remembered import Facts
 from padless.runtime import driver
-from padless.runtime.driver import CudaLaunch, TileCounter
+from padless.runtime.driver import ByAddress, CudaLaunch
 
 Inputs = tuple[torch.Tensor | None, ...]
 
@@ -193,7 +193,7 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
         return _Base(bases[number].number, bases[number].behind + before - tensors[number].data_ptr())
 
     patches: list[tuple[Place, _Base]] = []
-    counters: list[tuple[Place, _Base, TileCounter]] = []
+    counters: list[tuple[Place, _Base, ByAddress]] = []
     elsewhere = _packed(call, inputs, moved, watch)
     for number, (one, other) in enumerate(zip(watch.launches, elsewhere, strict=True)):
         for word, counter in one.counters.items():
@@ -201,7 +201,7 @@ def _replay_of(call: Callable[..., torch.Tensor], inputs: Inputs, watch: _Watch,
         old, new = bytes(one.words), bytes(other.words)
         at = 0
         while at < len(old):  # an address begins where the lower half of one changed
-            if old[at : at + 4] == new[at : at + 4] or (at % 8 == 0 and at // 8 in one.counters):
+            if old[at : at + 4] == new[at : at + 4] or at // 8 in one.counters:
                 at += 4
                 continue
             before, after = (int.from_bytes(each[at : at + 8], "little") for each in (old, new))
@@ -251,7 +251,7 @@ class Replay:
     """Launches of a call, to be made again.
 
     size: bytes of working memory, in which lies all that the call makes but for its result.
-    patches: words that are addresses. counters: arguments that are tile counters, and the addresses that choose them.
+    patches: words that are addresses. counters: arguments that an address chooses, and these addresses.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class Replay:
         size: int,
         launches: list[CudaLaunch],
         patches: list[tuple[Place, _Base]],
-        counters: list[tuple[Place, _Base, TileCounter]],
+        counters: list[tuple[Place, _Base, ByAddress]],
     ) -> None:
         self._shape, self._dtype, self._device = result.shape, result.dtype, result.device
         self._index = result.get_device()
@@ -273,8 +273,11 @@ class Replay:
         memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
         return memory, torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
-    def __call__(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        """The result of the call for inputs with its facts, on torch's current stream."""
+    def __call__(self, *inputs: torch.Tensor | None) -> torch.Tensor | None:
+        """The result of the call for inputs with its facts, on torch's current stream.
+
+        None where what the result's address is to choose has run out: the call has to be made as it was.
+        """
         memory, out = self.new()
         addresses = addresses_of(memory, out, inputs)
         try:
@@ -282,7 +285,10 @@ class Replay:
         except IndexError:
             copy = _Copy(self)
         if copy.addresses != addresses:
-            copy.patch(addresses)
+            try:
+                copy.patch(addresses)
+            except LookupError:
+                return None
         stream = driver.current_stream(self._index)
         for launch in copy.launches:
             launch(stream)
@@ -306,7 +312,8 @@ class _Copy:
         ]
 
     def patch(self, addresses: tuple[int, ...]) -> None:
-        """Makes the launches those of tensors at ``addresses``."""
+        """Makes the launches those of tensors at ``addresses``. Raises LookupError, and then they are of none."""
+        self.addresses = ()
         for words, word, base, behind in self._patches:
             words[word] = addresses[base] + behind
         for words, word, base, behind, elsewhere in self._counters:

@@ -29,6 +29,7 @@ from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
+from padless.moe.decode import moe_in_one_launch
 from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
 from padless.moe.routing import Routing, route
@@ -118,8 +119,8 @@ def moe(
     facts = None
     if ep is None and backend in (None, "cuda"):
         facts = replay.facts_of(("moe", *options), inputs, constants)
-        if (again := replay.known(facts)) is not None:
-            return again(*inputs)
+        if (again := replay.known(facts)) is not None and (out := again(*inputs)) is not None:
+            return out
     if ep is not None and not hasattr(ep, "_moe"):
         raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
     with nullcontext() if ep is None else ep.checking():
@@ -213,6 +214,14 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
+    if first.backend == second.backend:
+        out = moe_in_one_launch(
+            x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
+            has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
+            backend=first.backend,
+        )  # fmt: skip
+        if out is not None:
+            return out
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -60,14 +60,19 @@ Argument = tuple[int, int] | bytes
 PreparedLaunch = Callable[[int], None]
 
 
-class TileCounter(int):
-    """A number of a tile counter, as an argument, with the address that it was chosen by.
+class ByAddress(int):
+    """An argument that the address of a launch's output chooses: a tile counter's number, or where scratch is.
 
-    elsewhere: the number for another address.
+    elsewhere: what another address chooses; it raises LookupError where there is nothing left to choose.
     """
 
     address: int
     elsewhere: Callable[[int], int]
+
+    def __new__(cls, value: int, address: int, elsewhere: Callable[[int], int]) -> Self:
+        made = super().__new__(cls, value)
+        made.address, made.elsewhere = address, elsewhere
+        return made
 
 
 class Driver(Protocol):
@@ -249,7 +254,7 @@ class CudaLaunch:
 
     device: the index of the GPU.
     words: its arguments as the driver reads them, each from a 64-bit word on. Who changes them owns the launch (`copy`).
-    counters: by the word that it lies in, every argument that is a tile counter.
+    counters: by the word that it lies in, every argument that an address chooses.
     """
 
     def __init__(
@@ -267,7 +272,7 @@ class CudaLaunch:
         self._function = function
         self._shared_bytes = shared_bytes
         self._shape = shape
-        self.counters: dict[int, TileCounter] = {}
+        self.counters: dict[int, ByAddress] = {}
         self._starts: list[int] = []
         packed = bytearray()
         for argument in arguments:
@@ -275,7 +280,7 @@ class CudaLaunch:
             if isinstance(argument, bytes):
                 packed += argument
                 continue
-            if isinstance(argument[0], TileCounter):
+            if isinstance(argument[0], ByAddress):
                 self.counters[len(packed) // 8] = argument[0]
             packed += (argument[0] & _WORD).to_bytes(8, "little")  # a smaller integer is the lower part
         self._take(packed)

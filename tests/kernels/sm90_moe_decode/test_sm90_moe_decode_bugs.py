@@ -1,0 +1,57 @@
+"""Every planted bug of the decoding layer's kernel is found, by three launches one after the other on one scratch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from support.emulator_variants import Variant
+from support.moe_decode_bugs import BUGS, IMPATIENT, MAIN
+from support.moe_decode_cases import Output, Tokens, draw_tokens, draw_weights, launch, scratch, several_launches
+from support.planted_bugs import Bug, assert_found, cases
+
+HIDDEN = 256
+WEIGHTS = draw_weights(3, 256, HIDDEN, seed=1)
+SEEDS = (20, 0, 56, 49, 1, 34, 2, 47)  # schedules of three CTAs at once, of one, of two
+
+
+@cache
+def calls() -> list[tuple[Tokens, torch.Tensor]]:
+    """Three calls of other sizes with what they give: tokens of 0, experts named twice, ids that are no expert."""
+    sizes = [(3, 2, "any"), (1, 3, "distinct"), (2, 2, "any")]
+    drawn = [draw_tokens(WEIGHTS, t, k, 3 + n, shared=n != 1, kind=kind) for n, (t, k, kind) in enumerate(sizes)]
+    drawn[0].ids[:] = torch.tensor([[2, 2], [3, 0], [1, 0]])
+    return [(tokens, several_launches(WEIGHTS, tokens)) for tokens in drawn]
+
+
+def detect(bug: Bug) -> tuple[int | None, list[str]]:
+    """(number of seeds needed, kinds reported until then); None if it was not found."""
+    driver: Any = Variant("sm_90a", MAIN, bug.edits, IMPATIENT, bug.nth)
+    kinds: list[str] = []
+    for tried, seed in enumerate(SEEDS[: bug.seeds]):
+        output, memory, is_right = Output(3, 256), scratch(3 * 2 * HIDDEN), True
+        for tokens, want in calls():
+            with driver.configured(seed=seed, raise_on_reports=False, num_sms=3):
+                launch(driver, WEIGHTS, tokens, output.poisoned(len(tokens.ids)), memory)
+            kinds += [report.kind for report in driver.last_result.reports]
+            is_right = is_right and output.is_right(want)
+            if set(kinds) & set(bug.kinds) or (not bug.kinds and (kinds or not is_right)):
+                return tried + 1, kinds
+    return None, kinds
+
+
+@pytest.mark.parametrize("bug", cases(BUGS))
+def test_planted_bug_is_found(bug: Bug) -> None:
+    assert_found(bug, detect)
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_found() -> None:
+    assert detect(Bug("none", (), (), seeds=3)) == (None, [])
+
+
+def test_names_differ() -> None:
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 25
