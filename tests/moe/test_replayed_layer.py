@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
 from padless.kernels import launch, remembered, replay
+from padless.kernels.sm90_moe_decode import host
 from padless.layouts import plain_scale
 from padless.moe import moe
 from padless.runtime.driver import CudaLaunch
@@ -32,6 +33,7 @@ GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 
 LAYERS: dict[str, dict[str, Any]] = {
     "one token": {"pair": (FP8_BLOCK, None), "tokens": 1, "top_k": 1},
     "fp8": {"pair": (FP8_BLOCK, None), "shared": True},
+    "one launch": {"pair": (FP8_BLOCK, None), "tokens": 4, "h": 256, "i": 256},
     "many slots": {"pair": (FP8_BLOCK, None), "tokens": 400, "top_k": 12},
     "mxfp8": {"pair": (MXFP8, None), "top_k": 4},
     "mxfp4": {"pair": (MXFP4, None), "gate_up": "interleaved", "h": 512, "i": 512},
@@ -539,3 +541,18 @@ def test_a_kernel_that_depends_on_the_address_is_not_replayed(gpu: Gpu, monkeypa
     for _ in range(4):
         layer.run(moe)
     assert not is_replayed(gpu, lambda: layer.run(moe))
+
+
+def test_a_layer_in_one_launch_whose_scratch_has_run_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its replay cannot be made for a new result: it is made of several launches then, and recorded as those."""
+    layer = layer_of("one launch")
+    kept = [layer.run(moe) for _ in range(3)]
+    one = called(gpu, lambda: layer.run(moe))
+    assert [len(one.launched), len(one.made)] == [1, 2]
+    monkeypatch.setattr(host, "_MOST_CHUNKS", 0)
+    monkeypatch.setattr(host, "_CHUNKS", {})
+    monkeypatch.setattr(host, "_SCRATCH", {})
+    monkeypatch.setattr(host, "_FULL", set())
+    kept += [layer.run(moe) for _ in range(4)]
+    several = called(gpu, lambda: layer.run(moe))
+    assert [len(several.launched), len(several.made)] == [4, 2]

@@ -66,6 +66,11 @@ def known(facts: Facts | None) -> Replay | None:
         return None
 
 
+def forget(facts: Facts | None) -> None:
+    """Forgets a replay that cannot be made any more: the call is recorded anew."""
+    _REPLAYS.pop(facts, None)  # type: ignore[arg-type]
+
+
 def run(facts: Facts | None, call: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:
     """call(*inputs) of facts that no replay is known of: the second time it is recorded."""
     if facts is None or facts in _REPLAYS:

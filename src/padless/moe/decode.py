@@ -46,7 +46,7 @@ def moe_in_one_launch(
     Hopper, where `is_faster`.
     """
     shape = host.shape_of(top_k_index, w2)
-    if not is_faster(shape):
+    if not is_faster(shape) or host.is_full(x.device):
         return None
     backend = chosen_backend(backend, x)
     if (

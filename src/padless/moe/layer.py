@@ -119,8 +119,10 @@ def moe(
     facts = None
     if ep is None and backend in (None, "cuda"):
         facts = replay.facts_of(("moe", *options), inputs, constants)
-        if (again := replay.known(facts)) is not None and (out := again(*inputs)) is not None:
-            return out
+        if (again := replay.known(facts)) is not None:
+            if (out := again(*inputs)) is not None:
+                return out
+            replay.forget(facts)
     if ep is not None and not hasattr(ep, "_moe"):
         raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
     with nullcontext() if ep is None else ep.checking():

@@ -91,7 +91,7 @@ def quantized(values: torch.Tensor, format: str, kind: Kind, **options: Any) -> 
 
     if format == BF16:
         return values.to(torch.bfloat16)
-    return quantize(values, FORMAT_BY_NAME[format], kind=kind, **options)
+    return quantize(values, FORMAT_BY_NAME[format], kind=kind, **{"scale_layout": "plain"} | options)
 
 
 def any_codes(

@@ -106,11 +106,17 @@ def _stripe_map(w2: torch.Tensor) -> TensorMapSpec:
 
 _CONTROL_WORDS = 32
 _CHUNK_WORDS = 1 << 23
-_MOST_CHUNKS = 4
+_MOST_CHUNKS = 8
 _CHUNKS: dict[torch.device, list[torch.Tensor]] = {}
 _USED: dict[torch.device, int] = {}  # words of the last chunk
 _SCRATCH: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+_FULL: set[torch.device] = set()
 _GUARD = threading.Lock()
+
+
+def is_full(device: torch.device) -> bool:
+    """Whether some launch found no scratch: eager calls then go without, since they would only sometimes find it."""
+    return device in _FULL and not _is_capturing(device)
 
 
 def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.Tensor | None:
@@ -129,7 +135,10 @@ def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.
     with _GUARD:
         chunks = _CHUNKS.setdefault(device, [])
         if not chunks or _USED[device] + words > _CHUNK_WORDS:
-            if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS or _is_capturing(device):
+            if _is_capturing(device):
+                return None
+            if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS:
+                _FULL.add(device)
                 return None
             chunks.append(torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=device))
             if device.type == "cuda":  # other streams may be the next to use it
