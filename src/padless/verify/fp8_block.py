@@ -22,7 +22,7 @@ from padless.runtime.choices import Kind, ScaleMajor
 from padless.testing.judge import values_of
 from padless.testing.operands import mn_major_in_nan
 from padless.verify.checks import Check, run_small
-from padless.verify.fuzz.judge import FLOAT32_PRECISION, FP8_PRECISION, Precision, Product, exact_grouped
+from padless.verify.fuzz.judge import FP8_PRECISION, Precision, Product, exact_grouped
 from padless.verify.fuzz.place import Place
 from padless.verify.train_quantizers import check_train_quantizers
 
@@ -165,8 +165,7 @@ def check_accuracy(place: Place) -> None:
         exact = cache(operands.exact)
         for variant in CHOSEN_OF_EACH:
             out = _result(place, operands, variant)
-            precision = precision_of(variant.dtype) if place.has_kernels else FLOAT32_PRECISION
-            place.judge.product(f"{operands.sizes}", out, exact, precision)
+            place.judge.product(f"{operands.sizes}", out, exact, precision_of(variant.dtype))
 
 
 def check_configs_agree(place: Place) -> None:
