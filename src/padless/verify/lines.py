@@ -11,7 +11,7 @@ from padless.verify.fuzz.problem import Options, Problem
 from padless.verify.fuzz.subjects import SUBJECTS
 
 CALLS = tuple(name for name, subject in SUBJECTS.items() if any(True for _ in subject.lines()))
-_PARTS = 4  # of a check's rehearsal
+_PARTS = 12  # of a check's rehearsal
 
 
 def _judge(call: str, lines: list[Options], place: Place) -> None:

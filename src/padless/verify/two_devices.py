@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from padless.verify import lines, small
-from padless.verify.bf16 import forward
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
 from padless.verify.training import graphs
@@ -22,7 +21,7 @@ def parts_of(arch: str) -> dict[str, Check]:
     parts = {"kernels": small.SMALL}
     if arch == "sm_90a":
         parts |= {call: lines.check_of(call) for call in lines.CALLS}
-        parts |= {"bf16 products": forward.CHECK, "layer in graphs": graphs.CHECK}
+        parts["layer in graphs"] = graphs.CHECK
     return parts
 
 

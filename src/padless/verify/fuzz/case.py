@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ Other = Callable[[int], Any]
 class Case(Protocol):
     """A problem at a place. operands: those of its call, which a graph's replay overwrites."""
 
+    o: Options
     place: Place
     operands: Any
 
@@ -47,10 +49,6 @@ class Case(Protocol):
 
     def changes(self) -> Iterator[Change]: ...
 
-    def microbatches(self, others: Sequence[Any]) -> None:
-        """Stores its own result, adds those of others, and compares the sum."""
-        ...
-
 
 def whole(t: torch.Tensor) -> torch.Tensor:
     return t
@@ -73,8 +71,19 @@ def _bits(case: Case, out: torch.Tensor, other: Other) -> None:
 
 
 def _changes(case: Case, out: torch.Tensor, other: Other) -> None:
-    for name, operands, mine, its in case.changes():
-        case.place.judge.same(name, mine(case.run(operands)), its(out))
+    for change in case.changes():
+        _compare(case, out, change)
+
+
+def _change(case: Case, out: torch.Tensor, other: Other) -> None:
+    """One of them, as the seed chooses."""
+    if changes := list(case.changes()):
+        _compare(case, out, random.Random(case.o["seed"]).choice(changes))
+
+
+def _compare(case: Case, out: torch.Tensor, change: Change) -> None:
+    name, operands, mine, its = change
+    case.place.judge.same(name, mine(case.run(operands)), its(out))
 
 
 def _repeats(case: Case, out: torch.Tensor, other: Other) -> None:
@@ -82,23 +91,26 @@ def _repeats(case: Case, out: torch.Tensor, other: Other) -> None:
         case.place.judge.same("moved from call to call", case.run(case.operands), out)
 
 
-def _microbatches(case: Case, out: torch.Tensor, other: Other) -> None:
+def _microbatches(case: Any, out: torch.Tensor, other: Other) -> None:
+    """Of a call that adds; see `Gradient.microbatches`."""
     case.microbatches([other(i) for i in (1, 2, 3)])
 
 
 def _replay(case: Case, out: torch.Tensor, other: Other) -> None:
-    again, second = torch.empty_like(out), other(1)
+    second = other(1)
     want = second.made(second.run(second.operands))
+    again = torch.empty_like(want)
     targets, sources = tensors_of(case.operands), tensors_of(second.operands)
     case.place.replayed(lambda: case.make(again), [*targets, again], [*sources, torch.full_like(again, torch.nan)])
     case.place.judge.same("a replay with new values and new sizes of groups", again, want)
 
 
 # "replay" leaves other values in the operands, and so comes last.
-PROPERTIES: dict[str, Callable[[Case, torch.Tensor, Other], None]] = {
+PROPERTIES: dict[str, Callable[[Any, torch.Tensor, Other], None]] = {
     "near": _near,
     "bits": _bits,
     "changes": _changes,
+    "change": _change,
     "repeats": _repeats,
     "microbatches": _microbatches,
     "replay": _replay,

@@ -67,7 +67,14 @@ SUBJECTS: dict[str, Subject] = {
         lines=training.wgrad_lines,
     ),
     "plain.grouped_gemm": Subject(
-        plain.product_constants, plain.product_rest, plain.judge_product, 8, 3, ("reference", "sm_90a"), emulated=True
+        plain.product_constants,
+        plain.product_rest,
+        plain.judge_product,
+        8,
+        3,
+        ("reference", "sm_90a"),
+        emulated=True,
+        lines=plain.product_lines,
     ),
     "plain.grouped_gemm_wgrad": Subject(
         plain.wgrad_constants,

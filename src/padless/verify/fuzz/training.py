@@ -240,7 +240,7 @@ def wgrad_constants(draw: Draw) -> Options:
 
 def gradient_properties(draw: Draw, constants: Options) -> list[str]:
     """Properties of a random weight gradient, its values always."""
-    some = ("", "bits", "changes", "replay", *(["microbatches"] if constants["accumulate"] else []))
+    some = ("", "bits", "change", "change", "replay", *(["microbatches"] if constants["accumulate"] else []))
     return ["near", *filter(None, [draw.one(some)])]
 
 
