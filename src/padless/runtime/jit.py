@@ -17,8 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from padless.runtime import elf, operand_reuse
+from padless.runtime import elf, nvrtc, operand_reuse
 from padless.runtime.disk_cache import cache_dir, write_atomically
+from padless.runtime.nvrtc import CompileError as CompileError
 from padless.runtime.shared_cache import alone, distrust, read_trusted
 
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -53,10 +54,6 @@ class CompiledKernel:
     spill_bytes: int
     stack_bytes: int
     log: str
-
-
-class CompileError(RuntimeError):
-    """NVRTC refused a kernel: a defect of padless, with the compiler's log."""
 
 
 class Kernel(NamedTuple):
@@ -162,53 +159,16 @@ def _used_sources(source: str) -> list[str]:
     return [part for item in sorted(used.items()) for part in item]
 
 
-@lru_cache(maxsize=1)
 def nvrtc_version() -> str:
-    """The compiler's version, such as "13.0". Raises ImportError or RuntimeError when there is none."""
-    from cuda.bindings import nvrtc
-
-    result, major, minor = nvrtc.nvrtcVersion()
-    _check(result)
-    return f"{major}.{minor}"
-
-
-def _check(result: object) -> None:
-    if int(result) != 0:  # type: ignore[call-overload]
-        raise CompileError(f"NVRTC: {result}")
+    """The compiler's version, such as "13.0". Raises OSError or CompileError when there is none."""
+    return nvrtc.version()
 
 
 def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
-    from cuda.bindings import nvrtc
-
-    headers = [(k, v) for k, v in sources().items() if k.endswith(".cuh")]
-    result, program = nvrtc.nvrtcCreateProgram(
-        text.encode(), name.encode(), len(headers), [v.encode() for _, v in headers], [k.encode() for k, _ in headers]
-    )
-    _check(result)
-    try:
-        target = arch if kind == "cubin" else arch.replace("sm_", "compute_")
-        options = [f"--gpu-architecture={target}".encode(), *(o.encode() for o in _OPTIONS)]
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        failed = int(result) != 0
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        buffer = _room(size)
-        nvrtc.nvrtcGetProgramLog(program, buffer)
-        log = buffer.rstrip(b"\0").decode(errors="replace")
-        if failed:
-            raise CompileError(f"{name} does not compile for {arch}:\n{log}")
-        get = f"nvrtcGet{kind.upper()}"
-        result, size = getattr(nvrtc, get + "Size")(program)
-        _check(result)
-        image = _room(size)
-        _check(getattr(nvrtc, get)(program, image)[0])
-        return image, log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _room(size: int) -> bytes:
-    """Bytes for NVRTC to write into. Never one alone: that would be the object that every b" " of the process is."""
-    return bytes(max(size, 2))
+    headers = {path: content for path, content in sources().items() if path.endswith(".cuh")}
+    target = arch if kind == "cubin" else arch.replace("sm_", "compute_")
+    (image,), log = nvrtc.compile_text(text, name, headers, [f"--gpu-architecture={target}", *_OPTIONS], [kind])
+    return image, log
 
 
 def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:
