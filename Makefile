@@ -14,13 +14,14 @@ CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all check readme docs lint format dev clean help
+.PHONY: demo test test-all check wheels readme docs lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo "make check     lint and the tests that run few kernels, a minute;  make test-all  the slow tests too"
 	@echo "make docs      the documentation's site, into site/;  make readme  measured figures, from docs/measured"
+	@echo "make wheels    wheel and sdist into dist/, each installed and used on its own"
 	@echo "make lint, make format, make dev (install only), make clean"
 
 demo: $(RUN)
@@ -42,6 +43,10 @@ check: lint
 docs: $(DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 	@echo "docs: site/index.html"
+
+# What others install, used from new environments: README's example and `padless info`.
+wheels: $(DEV)
+	@$(BIN)/python tools/check_wheels.py
 
 readme: $(RUN)
 	@$(BIN)/python tools/readme_measured.py

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from padless.runtime import elf, nvrtc, operand_reuse
+from padless.runtime import elf, nvrtc, operand_reuse, shipped
 from padless.runtime.disk_cache import cache_dir, write_atomically
 from padless.runtime.nvrtc import CompileError as CompileError
 from padless.runtime.shared_cache import alone, distrust, read_trusted
@@ -105,20 +105,42 @@ def listing() -> Iterator[dict[Kernel, None]]:
 
 
 def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> CompiledKernel:
-    front = f'{prelude}#line 1 "{source}"\n'  # line numbers are the file's own
-    text = front + sources()[source]
-    digest = hashlib.sha256()
-    for part in (nvrtc_version(), operand_reuse.VERSION, arch, kind, *_OPTIONS, front, *_used_sources(source)):
-        digest.update(part.encode())
-        digest.update(b"\0")
-    stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
+    if kind == "cubin" and (kernel := _shipped(source, prelude, arch)) is not None:
+        return kernel
+    name = cache_name(nvrtc_version(), Kernel(source, prelude, arch, kind))
+    stem = cache_dir() / name
     if (kernel := _read_cache(stem, kind, entry_of(source))) is not None:
         return kernel
-    with alone(stem.name):
+    with alone(name):
         if (kernel := _read_cache(stem, kind, entry_of(source))) is None:
-            kernel = _compile(source, text, arch, kind)
+            kernel = _compile(source, _front(source, prelude) + sources()[source], arch, kind)
             _write_cache(stem, kernel)
     return kernel
+
+
+def _front(source: str, prelude: str) -> str:
+    return f'{prelude}#line 1 "{source}"\n'  # line numbers are the file's own
+
+
+def cache_name(compiler: str, kernel: Kernel) -> str:
+    """Name of a kernel's files, which holds the hash of everything that can change its image."""
+    source, prelude, arch, kind = kernel
+    digest = hashlib.sha256()
+    front = _front(source, prelude)
+    for part in (compiler, operand_reuse.VERSION, arch, kind, *_OPTIONS, front, *_used_sources(source)):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
+
+
+def _shipped(source: str, prelude: str, arch: str) -> CompiledKernel | None:
+    """The kernel as padless-cubins has it, for ``arch`` or its family; NVRTC is not even loaded."""
+    if (found := shipped.shipped()) is None:
+        return None
+    for target in (arch, shipped.FAMILIES.get(arch)):
+        if target and (read := found.read(cache_name(found.compiler, Kernel(source, prelude, target, "cubin")))):
+            return _describe(read[0], "cubin", read[1], entry_of(source))
+    return None
 
 
 def _compile(source: str, text: str, arch: str, kind: str) -> CompiledKernel:
