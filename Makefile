@@ -14,7 +14,7 @@ CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all check wheels readme docs lint format dev clean help
+.PHONY: demo test test-all check quick wheels cubins sbom verify torch readme docs lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -31,9 +31,9 @@ demo: $(RUN)
 test: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --slow-share 30
 
-# Goes on where it was ended before, as long as no file has changed; tools/tests_record.py makes a page of the record.
+# PART: files and folders, where not all. Goes on where it was ended before, as long as no file has changed; tools/tests_record.py makes a page of the record.
 test-all: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume --longest-first --record .pytest_cache/record
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume --longest-first --record .pytest_cache/record $(PART)
 
 # A minute on two cores: lint, and every part's tests but those of kernels, of the emulator's runs and of the Triton kernels.
 CHECKED := repository model reference ops compat runtime cli testing emulator/units
@@ -47,6 +47,28 @@ docs: $(DEV)
 # What others install, used from new environments: README's example and `padless info`.
 wheels: $(DEV)
 	@$(BIN)/python tools/check_wheels.py
+
+# The kernels of known models' layers, compiled ahead: a wheel of its own.
+cubins: $(DEV)
+	@rm -rf build/cubins
+	@$(BIN)/python tools/build_cubins.py build/cubins $(CUBINS)
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist build/cubins
+
+# What padless brings with it, by version and licence; TAG: what a release of this version must be called.
+sbom: $(DEV)
+	@$(BIN)/python tools/sbom.py dist/padless.cdx.json $(if $(TAG),--tag $(TAG))
+
+# Everything that needs a GPU; OUT: the folder of its record.
+verify: $(RUN)
+	@$(BIN)/padless verify --out $(or $(OUT),padless-out/verify)
+
+# Another torch in the place of the pinned one, which `make clean` brings back.
+torch: $(DEV)
+	@$(PIP) install 'torch==$(TORCH)'
+
+# The tests of `make check` without lint, whose tools' findings depend on the version of torch.
+quick: $(DEV)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not kernels' $(addprefix tests/,$(CHECKED))
 
 readme: $(RUN)
 	@$(BIN)/python tools/readme_measured.py
