@@ -112,7 +112,7 @@ def _compiler_missing() -> str | None:
     try:
         jit.nvrtc_version()
     except Exception as error:  # an absent or broken library raises whatever its loader likes
-        return f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc 13.0 and cuda-bindings 13"
+        return f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc 13.0"
     return None
 
 
