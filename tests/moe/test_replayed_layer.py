@@ -187,7 +187,7 @@ def test_replayed_calls_launch_what_first_calls_do(gpu: Gpu, name: str) -> None:
         assert len(again.made) == 2, "it was replayed"
         first = from_nothing(gpu, lambda other=other: other.run(moe))
         assert differences(first, again, counters_of(gpu)) == []
-        assert len(first.launched) >= 4
+        assert len(first.launched) >= (1 if name == "one launch" else 4)
     assert gpu.by_triton == by_triton
 
 
@@ -551,6 +551,7 @@ def test_a_layer_in_one_launch_whose_scratch_has_run_out(gpu: Gpu, monkeypatch: 
     assert [len(one.launched), len(one.made)] == [1, 2]
     monkeypatch.setattr(host, "_MOST_CHUNKS", 0)
     monkeypatch.setattr(host, "_CHUNKS", {})
+    monkeypatch.setattr(host, "_USED", {})
     monkeypatch.setattr(host, "_SCRATCH", {})
     monkeypatch.setattr(host, "_FULL", set())
     kept += [layer.run(moe) for _ in range(4)]

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
 from padless.kernels import launch, remembered, replay
+from padless.kernels.sm90_moe_decode import host as moe_decode
 from padless.moe import fused
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
@@ -190,10 +192,13 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
         patch.setattr(launches, "_KNOWN", {})
         patch.setattr(remembered, "_KNOWN", {})
         patch.setattr(replay, "_REPLAYS", {})
+        for name in ("_CHUNKS", "_USED", "_SCRATCH"):
+            patch.setattr(moe_decode, name, {})
         answers = {
             "is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: gpu.index,
             "get_device_capability": lambda device=None: (9, 0), "get_device_name": lambda device=None: "Pretended",
             "is_current_stream_capturing": lambda: False,
+            "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
         }  # fmt: skip
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)

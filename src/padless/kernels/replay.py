@@ -67,8 +67,9 @@ def known(facts: Facts | None) -> Replay | None:
 
 
 def forget(facts: Facts | None) -> None:
-    """Forgets a replay that cannot be made any more: the call is recorded anew."""
-    _REPLAYS.pop(facts, None)  # type: ignore[arg-type]
+    """Forgets a replay that cannot be made any more, and that its call was seen: it may be of other launches now."""
+    if facts is not None and _REPLAYS.pop(facts, None) is not None:
+        remembered.remember(facts, None)
 
 
 def run(facts: Facts | None, call: Callable[..., torch.Tensor], inputs: Inputs) -> torch.Tensor:

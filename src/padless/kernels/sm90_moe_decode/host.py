@@ -140,9 +140,10 @@ def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.
             if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS:
                 _FULL.add(device)
                 return None
-            chunks.append(torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=device))
+            chunk = torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=device)
             if device.type == "cuda":  # other streams may be the next to use it
                 torch.cuda.current_stream(device).synchronize()
+            chunks.append(chunk)
             _USED[device] = 0
         at = _USED[device]
         _USED[device] = at + words
