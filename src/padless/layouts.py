@@ -7,6 +7,8 @@ contiguous bytes each, row-major over the tiles; inside a tile row r, column c i
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from padless.arguments import check_device, check_integer, check_readable, check_tensor_type, detached, shown
@@ -29,7 +31,6 @@ from padless.row_groups import from_masked as from_masked
 from padless.row_groups import is_integers
 from padless.row_groups import offs_from_indices as offs_from_indices
 from padless.row_groups import offs_from_indptr as offs_from_indptr
-from padless.runtime.choices import ScaleLayout
 
 # --- MN-major float32 scales -----------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, co
     return padded[padded_rows(offs, rows).clamp(max=capacity)].view(blocked.dtype)
 
 
-def of_weight_scales(format: BlockScaledFormat, k: int) -> ScaleLayout:
+def of_weight_scales(format: BlockScaledFormat, k: int) -> Literal["plain", "blocked"]:
     """The scale_layout in which kernels read scales of weights with k columns where they are.
 
     "blocked" for MXFP4 and NVFP4 whose rows of plain scales are no multiple of 16 bytes, as TMA wants them (K of 2880
