@@ -20,7 +20,7 @@ BAR = "bar_sync(CODES_BARRIER, NUM_CONSUMERS);"
 FENCE = "fence_proxy_async_shared();"
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
-IMPATIENT = MoeDecodeConfig(spin_limit=2000)
+IMPATIENT = MoeDecodeConfig(spin_limit=5000)
 
 BUGS: tuple[Bug, ...] = (
     # ---- from CTA to CTA, and from launch to launch

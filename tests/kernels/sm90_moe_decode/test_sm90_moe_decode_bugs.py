@@ -15,7 +15,16 @@ from support.planted_bugs import Bug, assert_found, cases
 
 HIDDEN = 256
 WEIGHTS = draw_weights(3, 256, HIDDEN, seed=1)
-SEEDS = (20, 0, 56, 49, 1, 34, 2, 47)  # schedules of three CTAs at once, of one, of two
+SEEDS = (
+    10,
+    0,
+    34,
+    44,
+    2,
+    22,
+    57,
+    45,
+)  # schedules of one to three CTAs at once; where copies are late waiting takes long
 
 
 @cache
@@ -50,7 +59,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 
 @pytest.mark.slow
 def test_without_a_bug_nothing_is_found() -> None:
-    assert detect(Bug("none", (), (), seeds=3)) == (None, [])
+    assert detect(Bug("none", (), (), seeds=len(SEEDS))) == (None, [])
 
 
 def test_names_differ() -> None:
