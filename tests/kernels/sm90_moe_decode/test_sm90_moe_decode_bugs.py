@@ -31,13 +31,13 @@ SEEDS = (
 def calls() -> list[tuple[Tokens, torch.Tensor]]:
     """Three calls of other sizes with what they give: a token of 0, experts named twice, ids that are no expert.
 
-    Token 0 of the first has two slots that cancel in exactly this order, and so much larger than the others that any other
-    order, or a rounding less, changes the bits of a bf16 sum.
+    Token 0 of the first has two slots that cancel in exactly this order, and are so large that any other order, or a
+    rounding less, changes the bits of a bf16 sum.
     """
     sizes = [(3, 3, "any"), (1, 3, "distinct"), (2, 2, "any")]
     drawn = [draw_tokens(WEIGHTS, t, k, 3 + n, shared=n != 1, kind=kind) for n, (t, k, kind) in enumerate(sizes)]
     drawn[0].ids[:] = torch.tensor([[2, 2, 1], [3, 0, -1], [1, 0, 2]])
-    drawn[0].weights[0] = torch.tensor([1.1e6, -1.1e6, 0.7])
+    drawn[0].weights[0] = torch.tensor([1234567.9, -1234567.9, 0.7])
     return [(tokens, several_launches(WEIGHTS, tokens)) for tokens in drawn]
 
 
