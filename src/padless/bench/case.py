@@ -94,6 +94,15 @@ CASES: dict[str, Case] = {
             peers=("deepgemm",),
         ),
         Case(
+            "decoding",
+            "Layers of ten models at 1 to 64 tokens in CUDA graphs, against other libraries' kernels.",
+            ("models", "tokens", *PEERS[1:]),
+            ("full",),
+            "full",
+            peers=("triton", "deepgemm"),
+            figure="decoding.png",
+        ),
+        Case(
             "model",
             "Prefill of a whole random model of transformers: padless' FP8 experts against transformers' bf16.",
             FULL,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from padless.bench.case import CASES
 from padless.bench.cases import host as host_case
 from padless.bench.report.terminal import wide_console
 from padless.bench.results import BenchResult
-from padless.bench.run import report_file, run_case
+from padless.bench.run import report_file, resolve_grid, run_case
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings
 
 
@@ -22,6 +23,8 @@ def bench(
     *,
     full: bool = False,
     balanced: bool = False,
+    models: Sequence[str] | None = None,
+    tokens: Sequence[int] | None = None,
     peers: Path | None = None,
     only: Sequence[str] | None = None,
     out: Path = DEFAULT_OUT_DIR,
@@ -31,14 +34,39 @@ def bench(
 ) -> int:
     """A benchmark of `CASES` on its quick grid, or on another that is asked for.
 
-    case: its name. peers: folder of other libraries. only: names of those to use, the benchmark's by default.
+    case: its name. models, tokens: of the grid's points those of models whose names begin so, and with so many tokens;
+    None for all. peers: folder of other libraries. only: names of those to use, the benchmark's by default.
     out: where results go. time_limit: no new point after so many seconds. repeats: timed calls. seed: of sizes and
     values.
     """
     known = CASES[case]
     grid = "full" if full else "balanced" if balanced else known.grids[0]
     settings = RunSettings(peers, seed, repeats or known.repeats, time_limit_s=time_limit)
-    return _exit_code(run_case(case, grid, only, out, settings))
+    points = chosen_points(resolve_grid(known, grid, seed), models, tokens) if models or tokens else grid
+    return _exit_code(run_case(case, points, only, out, settings))
+
+
+def chosen_points(points: Sequence[Any], models: Sequence[str] | None, tokens: Sequence[int] | None) -> list[Any]:
+    """Points of models whose names begin like one of these, in any case, and of these numbers of tokens.
+
+    Raises ValueError for a model or a number that no point has.
+    """
+    known = list(dict.fromkeys(point.model for point in points))
+    for name in models or ():
+        if not any(_begins(model, name) for model in known):
+            raise ValueError(f"models must begin the names of some of {known}, got {name!r}")
+    counts = sorted({point.tokens for point in points})
+    if unknown := set(tokens or ()) - set(counts):
+        raise ValueError(f"tokens must be among {counts}, got {sorted(unknown)}")
+    return [
+        point
+        for point in points
+        if (not models or any(_begins(point.model, name) for name in models)) and (not tokens or point.tokens in tokens)
+    ]
+
+
+def _begins(model: str, name: str) -> bool:
+    return model.casefold().startswith(name.casefold())
 
 
 def host() -> int:

@@ -20,6 +20,7 @@ class GroupedProblem:
 
     a: (M, K) activations with MN-major scales; b: (groups, N, K) weights; offs: (groups,) int32 ends of the groups.
     seed: of the values; None when the operands are uninitialised memory (to compile kernels, never to measure).
+    bf16_rows: the values of a, where b is in a format whose product takes these.
     """
 
     point: Point
@@ -28,6 +29,7 @@ class GroupedProblem:
     b: BlockScaledTensor
     offs: torch.Tensor
     seed: int | None
+    bf16_rows: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +119,8 @@ def sample_reference(problem: GroupedProblem) -> SampledReference:
     sizes = problem.sizes
     nonempty = [group for group, size in enumerate(sizes) if size] or [0]
     largest = max(nonempty, key=lambda group: sizes[group])
-    return float64_rows(problem.a, problem.b, sizes, (nonempty[0], largest, nonempty[-1]))
+    a = problem.a if problem.bf16_rows is None else problem.bf16_rows
+    return float64_rows(a, problem.b, sizes, (nonempty[0], largest, nonempty[-1]))
 
 
 def masked_operand(problem: GroupedProblem, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

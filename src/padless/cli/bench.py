@@ -20,6 +20,19 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         False,
     ),
     "balanced": (Annotated[bool, typer.Option("--balanced", help="72 points, every value equally often.")], False),
+    "models": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--models", help="Only models whose names begin so; may be repeated. Default: all."),
+        ],
+        None,
+    ),
+    "tokens": (
+        Annotated[
+            list[int] | None, typer.Option("--tokens", help="Only so many tokens; may be repeated. Default: all.")
+        ],
+        None,
+    ),
     "peers": (
         Annotated[
             Path | None,

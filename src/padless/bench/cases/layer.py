@@ -69,7 +69,8 @@ def padless_layer(problem: LayerProblem, backend: BackendName | None = None) -> 
     """The public call."""
     from padless.moe import moe
 
-    return moe(problem.x, problem.ids, problem.weights, problem.w13, problem.w2, backend=backend)
+    operands = (problem.x, problem.ids, problem.weights, problem.w13, problem.w2)
+    return moe(*operands, backend=backend, **problem.options)
 
 
 def _sorted(problem: LayerProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,10 +94,11 @@ def bf16_layer(problem: LayerProblem) -> torch.Tensor:
     """torch's grouped products of bfloat16 operands, with torch's passes."""
     order, inverse, offs = _sorted(problem)
     x = problem.x[order // problem.point.top_k]
+    expert = problem.ids.reshape(-1)[order] if problem.bias13 is not None else None
     h = torch._grouped_mm(x, problem.w13_bf16.transpose(-2, -1), offs=offs)
-    gate, up = h.chunk(2, dim=-1)
-    hidden = torch.nn.functional.silu(gate) * up
+    hidden = problem.activated(h if problem.bias13 is None else h + problem.bias13[expert].to(h.dtype))
     y = torch._grouped_mm(hidden, problem.w2_bf16.transpose(-2, -1), offs=offs)
+    y = y if problem.bias2 is None else y + problem.bias2[expert].to(y.dtype)
     return _summed(problem, y, order, inverse)
 
 

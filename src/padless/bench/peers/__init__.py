@@ -6,8 +6,10 @@ Each library lies in a sub-folder of one folder (`padless bench --peers DIR`, by
     tma_adaptive/   the paper's published code; its package is called deep_gemm too and is loaded under another name
     mslk/           the folder that contains the package mslk
     torchao/        the folder that contains the package torchao (its wheel, unpacked)
+    monomoe/        the folder include of FlashInfer, and CUTLASS's as include/cutlass
 
-What is installed in the environment is found without a folder. torch's own products are always there.
+What is installed in the environment is found without a folder. torch's own products are always there, and a product in
+plain Triton.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from padless.bench.problem import GroupedProblem
+
+if TYPE_CHECKING:
+    from padless.bench.cases.problems.layer import LayerProblem
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Peer:
     compiles_at_run_time = True
     loading = "loading it"  # what load does, for the reason where it fails
     needs: tuple[str, ...] = ()  # functions that the library must have
+    by_default: bool = True  # whether it takes part in benchmarks of products that name no peers
+    formats: tuple[str, ...] = ("FP8_BLOCK",)  # of the weights that it multiplies
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -107,6 +114,14 @@ class Peer:
 
     def dense(self, problem: GroupedProblem) -> list[Contender]:
         """Its contenders on a dense product: one group."""
+        return []
+
+    def layer(self, problem: LayerProblem) -> list[Contender]:
+        """Its contenders on a whole Mixture-of-Experts layer, from the router's logits."""
+        return []
+
+    def choices(self, problems: Sequence[GroupedProblem]) -> list[str]:
+        """The configurations that it chose for such groups of few rows, for the record."""
         return []
 
 

@@ -11,19 +11,20 @@ from padless.bench.peers.mslk import Mslk
 from padless.bench.peers.tma_adaptive import TmaAdaptive
 from padless.bench.peers.torch_ops import TorchOps
 from padless.bench.peers.torchao import TorchAo
+from padless.bench.peers.triton_moe import TritonMoe
 
 DEFAULT_FOLDER = Path(".peers")
 
 
 def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = None) -> list[Peer]:
-    """Every peer that has a product, or those named.
+    """Every peer that takes part by default, or those named.
 
     folder: as `padless.bench.peers` describes; None is ./.peers if it exists.
     """
     where = resolve_folder(folder)
-    known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchAo(where), TorchOps()]
+    known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchAo(where), TorchOps(), TritonMoe()]
     if names is None:
-        return [peer for peer in known if peer.name != TorchAo.name]  # it has a training step alone
+        return [peer for peer in known if peer.by_default]
     unknown = set(names) - {peer.name for peer in known}
     if unknown:
         raise ValueError(f"peers must be among {[peer.name for peer in known]}, got {sorted(unknown)}")

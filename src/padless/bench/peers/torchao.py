@@ -38,6 +38,7 @@ class TorchAo(Peer):
 
     name = "torchao"
     compiles_at_run_time = False  # nothing that the grids compile ahead
+    by_default = False  # it has a training step alone
     loading = "import torchao, deep_gemm"
 
     def obstacle(self) -> str:

@@ -55,11 +55,36 @@ def draw_bars(gains: Mapping[str, Mapping[str, Sequence[float]]], label: str, pa
     return _saved(figure, path)
 
 
-def _figure(width: float) -> Any:
+def draw_lines(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], x: str, y: str, path: Path) -> Path:
+    """Writes a PNG with a panel for each title: by name a line through points (x, y), both axes logarithmic."""
+    across = min(5, len(panels))
+    down = -(-len(panels) // across)
+    figure = _figure(4.2 * across, 3.6 * down)
+    axes = figure.subplots(down, across, squeeze=False).flatten()
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    for axis, (title, lines) in zip(axes, panels.items(), strict=False):
+        for name, points in lines.items():
+            index = names.index(name)
+            axis.plot(*zip(*points, strict=True), color=f"C{index}", marker=_MARKERS[index], markersize=4, label=name)
+        ticks = sorted({at for points in lines.values() for at, _ in points})
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_title(title)
+        axis.grid(alpha=0.3, which="both")
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
+    axes[0].legend(fontsize="small")
+    for axis in axes[len(panels) :]:
+        axis.set_visible(False)
+    return _saved(figure, path)
+
+
+def _figure(width: float, height: float = 4.8) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, 4.8), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.quantization.quantize import dequantize, quantize
+from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.moe.activation import Activation
+from padless.quantization.quantize import quantize
+from padless.testing.judge import values_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ TOKENS = (16, 64, 256, 2048, 8192)
 DECODE_TOKENS = 256  # up to here calls are timed as CUDA graphs
 _UNEVENNESS = 0.5  # spread of the experts' popularity, in units of the tokens' own preferences
 _CHECKED_TOKENS = 6
+PLAIN_SWIGLU = Activation()
+_STANDING_OUT = 0.25
 
 
 def grid(*, full: bool) -> list[LayerPoint]:
@@ -63,16 +68,24 @@ def grid(*, full: bool) -> list[LayerPoint]:
 
 @dataclass
 class LayerProblem:
-    """Tokens x (T, H) bfloat16, ids (T, k) int64, weights (T, k) float32, w13 (E, 2 I, H) and w2 (E, H, I)."""
+    """Tokens x (T, H) bfloat16, ids (T, k) int64, weights (T, k) float32, w13 (E, 2 I, H) and w2 (E, H, I).
+
+    logits: (T, E) bfloat16, of whose k largest ids and weights (their softmax) are. bias13, bias2: (E, 2 I) and (E, H)
+    float32, or None. activation: between the products.
+    """
 
     point: LayerPoint
     x: torch.Tensor
+    logits: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     w13_bf16: torch.Tensor
     w2_bf16: torch.Tensor
     w13: BlockScaledTensor
     w2: BlockScaledTensor
+    activation: Activation = PLAIN_SWIGLU
+    bias13: torch.Tensor | None = None
+    bias2: torch.Tensor | None = None
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -110,41 +123,79 @@ class LayerProblem:
             total = torch.zeros(self.point.hidden, dtype=torch.float64)
             for e, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
                 first, second = (
-                    (_values(self.w13, e), _values(self.w2, e))
+                    (values_of(self.w13[e]), values_of(self.w2[e]))
                     if quantized
                     else (self.w13_bf16[e].double(), self.w2_bf16[e].double())
                 )
-                gate, up = (first @ self.x[t].double()).chunk(2)
-                total += weight * (second @ (torch.nn.functional.silu(gate) * up)).cpu()
+                h = first @ self.x[t].double()
+                y = second @ self.activated(h if self.bias13 is None else h + self.bias13[e].double())
+                total += weight * (y if self.bias2 is None else y + self.bias2[e].double()).cpu()
             result.append(total)
         return torch.stack(result)
 
+    def activated(self, h: torch.Tensor) -> torch.Tensor:
+        """The activation of h (.., 2 I) in h's dtype, by torch: (.., I)."""
+        act = self.activation
+        gate, up = h.chunk(2, dim=-1) if act.gate_up == "concatenated" else (h[..., 0::2], h[..., 1::2])
+        if act.is_plain_swiglu:
+            return torch.nn.functional.silu(gate) * up
+        if act.limit is not None:
+            gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
+        return gate * torch.sigmoid(act.alpha * gate) * (up + act.up_offset)
 
-def _values(w: BlockScaledTensor, expert: int) -> torch.Tensor:
-    one = BlockScaledTensor(w.data[expert : expert + 1], w.scale[expert : expert + 1], w.format)
-    return dequantize(one)[0].double()
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `padless.moe.moe` is told of the layer beside its operands."""
+        act = self.activation
+        named = {"gate_up": act.gate_up, "alpha": act.alpha, "limit": act.limit, "up_offset": act.up_offset}
+        activations = None if self.w13.format is FP8_BLOCK else torch.bfloat16
+        return named | {"bias13": self.bias13, "bias2": self.bias2, "activations": activations}
+
+    def with_tokens(self, tokens: int, seed: int) -> LayerProblem:
+        """The same weights and biases with other tokens, so many."""
+        point = replace(self.point, tokens=tokens)
+        x, logits, ids, weights = _tokens(point, _generator(point, seed, self.x.device))
+        return replace(self, point=point, x=x, logits=logits, ids=ids, weights=weights)
 
 
-def make_layer(point: LayerPoint, seed: int, device: str) -> LayerProblem:
-    """Random values; an expert's popularity and a token's preferences are normal, so that experts get uneven shares."""
-    generator = torch.Generator(device).manual_seed(random.Random(f"{seed}:{point!r}").getrandbits(31))
+def make_layer(
+    point: LayerPoint,
+    seed: int,
+    device: str | torch.device,
+    format: BlockScaledFormat = FP8_BLOCK,
+    activation: Activation = PLAIN_SWIGLU,
+    *,
+    biases: bool = False,
+) -> LayerProblem:
+    """Random values; an expert's popularity and a token's preferences are normal, so that experts get uneven shares.
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-
+    format: of the weights. biases: whether there are some.
+    """
+    generator = _generator(point, seed, device)
     p = point
-    popularity = _UNEVENNESS * torch.randn(p.experts, generator=generator, device=device)
-    logits = popularity + torch.randn((p.tokens, p.experts), generator=generator, device=device)
-    chosen, ids = logits.topk(p.top_k, dim=1)
-    w13 = normal(p.experts, 2 * p.intermediate, p.hidden) / p.hidden**0.5
-    w2 = normal(p.experts, p.hidden, p.intermediate) / p.intermediate**0.5
-    return LayerProblem(
-        p,
-        normal(p.tokens, p.hidden),
-        ids,
-        chosen.softmax(dim=1),
-        w13,
-        w2,
-        quantize(w13, FP8_BLOCK, kind="weight"),
-        quantize(w2, FP8_BLOCK, kind="weight"),
-    )
+    x, logits, ids, weights = _tokens(point, generator)
+    w13 = _normal(generator, p.experts, 2 * p.intermediate, p.hidden).div_(p.hidden**0.5)
+    w2 = _normal(generator, p.experts, p.hidden, p.intermediate).div_(p.intermediate**0.5)
+    sizes = ((p.experts, 2 * p.intermediate), (p.experts, p.hidden))
+    bias13, bias2 = (_normal(generator, *size).float() if biases else None for size in sizes)
+    codes = [quantize(w, format, kind="weight") for w in (w13, w2)]
+    return LayerProblem(p, x, logits, ids, weights, w13, w2, *codes, activation, bias13, bias2)
+
+
+def _generator(point: LayerPoint, seed: int, device: str | torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(random.Random(f"{seed}:{point!r}").getrandbits(31))
+
+
+def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
+
+
+def _tokens(p: LayerPoint, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, logits, ids, weights) of a `LayerProblem`."""
+    x = _normal(generator, p.tokens, p.hidden)
+    popularity = _UNEVENNESS * _normal(generator, p.experts, dtype=torch.float32)
+    logits = popularity + _normal(generator, p.tokens, p.experts, dtype=torch.float32)
+    ids = logits.topk(p.top_k, dim=1).indices
+    # The chosen stand out, so that nothing depends on a rounding of the logits.
+    logits = logits.scatter_add(1, ids, torch.full_like(logits, _STANDING_OUT)).to(torch.bfloat16)
+    return x, logits, ids, logits.gather(1, ids).float().softmax(dim=1)
