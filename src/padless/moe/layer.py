@@ -117,7 +117,7 @@ def moe(
     inputs = (x, top_k_index, top_k_weights, shared)
     constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
     facts = None
-    if ep is None and backend in (None, "cuda"):
+    if ep is None and (backend is None or (isinstance(backend, str) and backend == "cuda")):
         facts = replay.facts_of(("moe", *options), inputs, constants)
         if (again := replay.known(facts)) is not None:
             if (out := again(*inputs)) is not None:
