@@ -288,7 +288,6 @@ CONVERTERS: dict[str, Call] = {
         layouts.from_blocked_groups,
         lambda: {"blocked": one_byte(E8M0, 3 * TILES), "offs": OFFS, "rows": M, "columns": 5},
     ),
-    "layouts.with_kernel_scales": Call(layouts.with_kernel_scales, lambda: {"t": weight(MXFP4)}),
     "layouts.plain_scale": Call(layouts.plain_scale, lambda: {"t": activation(), "offs": OFFS}),
     "checkpoints.from_deepseek": Call(
         checkpoints.from_deepseek, lambda: {"weight": weight(FP8_BLOCK).data, "scale_inv": normal(1, 1)}
