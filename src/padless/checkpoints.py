@@ -46,7 +46,7 @@ from padless.formats import (
     blocked_size,
     ceil_div,
 )
-from padless.layouts import from_blocked, plain_scale, with_kernel_scales
+from padless.layouts import _with_kernel_scales, from_blocked, plain_scale
 from padless.row_groups import checked_equal, is_readable
 from padless.runtime.weight_index import check_complete, index_of, indexed_files
 
@@ -239,7 +239,7 @@ def _join(
     fmt = weights[0].format
     data = how([t.data.view(torch.uint8) for t in weights]).view(fmt.data_dtype)
     scale = how([plain_scale(t).view(torch.uint8) for t in weights]).view(fmt.scale_dtype)
-    return with_kernel_scales(BlockScaledTensor(data, scale, fmt, global_scale))
+    return _with_kernel_scales(BlockScaledTensor(data, scale, fmt, global_scale))
 
 
 # --- files -----------------------------------------------------------------------------------------------

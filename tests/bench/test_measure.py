@@ -16,7 +16,7 @@ from padless.bench import measure, problem
 from padless.bench.group_sizes import DenseShape, Point, group_sizes, memory_saving_percent, padded_rows
 from padless.bench.peers import Contender
 from padless.bench.results import ResultFile
-from padless.testing import judge
+from padless.testing import bits, judge
 from support.bench_records import StandInTimer
 
 POINT = Point(70, 136, 272, 5)
@@ -175,9 +175,9 @@ def test_largest_row_difference_is_per_row(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_same_bits_sees_the_sign_of_zero() -> None:
     zero, minus = torch.zeros(2, 2, dtype=torch.bfloat16), -torch.zeros(2, 2, dtype=torch.bfloat16)
-    assert judge.same_bits(zero, zero.clone())
-    assert not judge.same_bits(zero, minus)
-    assert not judge.same_bits(zero, zero[:1])
+    assert bits.same_bits(zero, zero.clone())
+    assert not bits.same_bits(zero, minus)
+    assert not bits.same_bits(zero, zero[:1])
 
 
 # --- runs ------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_weights_of_a_memory_mapped_file(offset: int) -> None:
     for fmt in (FP8_BLOCK, MXFP8, NVFP4):
         a, b = activation(fmt), weight(fmt, 3)
         scale = displaced(b.scale, offset if b.scale.element_size() == 1 else 4)
-        mapped = BlockScaledTensor(displaced(b.data, offset), scale, fmt, b.global_scale)
+        mapped = BlockScaledTensor(displaced(b.data, offset), scale, fmt, b.global_scale, b.scale_layout)
         assert same(padless.grouped_gemm(a, mapped, OFFS), padless.grouped_gemm(a, b, OFFS))
         assert torch.equal(padless.dequantize(mapped), padless.dequantize(b))
 

@@ -79,7 +79,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "consumers take another group's tokens",
         (),
-        ((TILES, "tokens = shared.groups.tokens(tile.group);", "tokens = shared.groups.tokens(tile.group - 1);"),),
+        ((TILES, "tokens = shared.groups.rows(tile.group);", "tokens = shared.groups.rows(tile.group - 1);"),),
     ),
     Bug("first microbatch accumulates", (), ((STORE, "if (piece < NUM_LOADED)", "if (true)"),)),
     Bug("a later microbatch stores", (), ((STORE, "if (piece < NUM_LOADED)", "if (false)"),), onto=True),

@@ -240,7 +240,7 @@ def nvfp4_global_scales(device: str) -> None:
         row_blocks_pair(x, "NVFP4", rule, device, offs=offs)
         row_blocks_pair(x, "NVFP4", rule, device, global_scale=0.003)
         weights = torch.stack([x * 0.01, x * 100, x * 0])
-        row_blocks_pair(weights, "NVFP4", rule, device, kind="weight")
+        row_blocks_pair(weights, "NVFP4", rule, device, kind="weight", scale_layout="plain")
         for exponent in (-149, -140, -120, -30, 100, 120):
             size = torch.tensor(2.0, dtype=torch.float64) ** exponent
             x = (awkward((9, 48), torch.float32, 14).clamp(-4, 4) * size).float()

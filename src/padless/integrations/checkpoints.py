@@ -25,7 +25,7 @@ import torch
 from padless.checkpoints import Checkpoint, concatenate_rows, stack_experts
 from padless.formats import NVFP4, BlockScaledTensor
 from padless.integrations.weights import block_scaled
-from padless.layouts import with_kernel_scales
+from padless.layouts import _with_kernel_scales
 
 # (gate, up, down)
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -160,7 +160,7 @@ def _at_once(checkpoint: Checkpoint, prefix: str, first: str, experts: Sequence[
     if first == "gate_up_proj":
         alternating = f"{prefix}.{first}_blocks" in checkpoint
         options["gate_up"] = "alternating" if alternating else "concatenated"
-    w13, w2 = (with_kernel_scales(t) for t in weights)
+    w13, w2 = (_with_kernel_scales(t) for t in weights)
     return LayerExperts(w13, w2, options)
 
 

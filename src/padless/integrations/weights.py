@@ -11,7 +11,7 @@ import torch
 
 from padless.checkpoints import from_deepseek, from_torch
 from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
-from padless.layouts import with_kernel_scales
+from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
 
 
@@ -80,7 +80,7 @@ def in_tiles(t: BlockScaledTensor) -> BlockScaledTensor:
 
     Scales in tiles take as many bytes again while the plain ones are kept, a quarter of a bit a weight.
     """
-    return with_kernel_scales(t) if is_on_gpu(t) else t
+    return _with_kernel_scales(t) if is_on_gpu(t) else t
 
 
 def is_on_gpu(t: BlockScaledTensor) -> bool:

@@ -117,7 +117,7 @@ def moe(
     inputs = (x, top_k_index, top_k_weights, shared)
     constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
     facts = None
-    if ep is None and backend in (None, "cuda"):
+    if ep is None and (backend is None or (isinstance(backend, str) and backend == "cuda")):
         facts = replay.facts_of(("moe", *options), inputs, constants)
         if (again := replay.known(facts)) is not None:
             if (out := again(*inputs)) is not None:
@@ -216,7 +216,7 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
-    if first.backend == second.backend:
+    if first.backend is second.backend:
         out = moe_in_one_launch(
             x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
             has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,

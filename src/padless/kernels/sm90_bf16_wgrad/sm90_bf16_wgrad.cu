@@ -114,6 +114,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
     shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups, tokens);
+    fence_proxy_async_shared();  // what is added to is copied there by TMA
+    __syncthreads();
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -130,6 +130,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
     griddepcontrol_wait();
     shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups,
                                      a_tokens < b_tokens ? a_tokens : b_tokens);
+    fence_proxy_async_shared();  // what is added to is copied there by TMA
+    __syncthreads();
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
         barrier_cluster_wait();
