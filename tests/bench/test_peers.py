@@ -7,6 +7,7 @@ element by element, so a wrong layout gives a wrong product.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ import torch
 
 import padless
 from padless.bench import peers, problem
+from padless.bench.cases.problems.layer import LayerPoint, make_layer
 from padless.bench.group_sizes import DenseShape, Point
-from padless.bench.peers import deepgemm, find, mslk, tma_adaptive, torch_ops
+from padless.bench.peers import deepgemm, find, monomoe, mslk, tma_adaptive, torch_ops
 from support.deepgemm import product, stand_in_deepgemm
 
 SIZES = [37, 0, 129, 3]
@@ -308,3 +310,47 @@ def test_peers_that_are_there_compute_the_product() -> None:
     _, record = check(contenders, problem.sample_reference(made), errors)
     assert record["wrong"] == {}
     assert record["errors"] == {}
+
+
+# --- MonoMoE ---------------------------------------------------------------------------------------------
+
+
+def test_monomoe_gets_rows_of_gate_and_up_by_eights() -> None:
+    """The order of its documentation, row by row: by blocks of 64, two warpgroups of 32 and four warps of 8."""
+    rows = torch.arange(2 * 128, dtype=torch.uint8)[None, :, None].expand(2, 256, 4).contiguous()
+    got = monomoe.in_eights(rows.view(torch.float8_e4m3fn)).view(torch.uint8)[1, :, 3].tolist()
+    for block, warpgroup, warp, row in itertools.product(range(2), range(2), range(4), range(8)):
+        at, gate = 128 * block + 64 * warpgroup + 16 * warp + row, 64 * block + 32 * warpgroup + 8 * warp + row
+        assert got[at] == gate
+        assert got[at + 8] == 128 + gate
+
+
+def test_monomoe_takes_its_shape_alone(tmp_path: Path) -> None:
+    peer = monomoe.MonoMoe(tmp_path)
+    other = LayerPoint("other", 1, 256, 8, 2048, 768)
+    many = LayerPoint("many", 9, 256, 8, 2048, 512)
+    assert all(peer.layer(types.SimpleNamespace(point=point)) == [] for point in (other, many))  # type: ignore[arg-type]
+    assert "build.sh" in peer.missing() or "CUDA GPU" in peer.missing()
+
+
+def test_monomoe_is_handed_a_layers_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("EXPERTS", 6), ("TOP_K", 2), ("HIDDEN", 256), ("INTERMEDIATE", 128)):
+        monkeypatch.setattr(monomoe, name, value)
+    layer = make_layer(LayerPoint("tiny", 3, 6, 2, 256, 128), 1, "cpu")
+    seen: list[tuple[int, ...]] = []
+    results = [0, 719]
+    peer = monomoe.MonoMoe(None)
+    peer._library = types.SimpleNamespace(
+        monomoe_scratch_bytes=lambda: 64, monomoe_layer=lambda *given: seen.append(given) or results.pop(0)
+    )
+    (contender,) = peer.layer(layer)
+    contender.call()
+    with pytest.raises(RuntimeError, match="CUDA error 719"):
+        contender.call()
+    x, tokens, logits, _, scale13, w2, scale2, out, _, top_k, _ = seen[0]
+    assert contender.buffer is not None
+    tensors = (layer.x, layer.logits, layer.w13.scale, layer.w2.data, layer.w2.scale, contender.buffer)
+    assert [x, logits, scale13, w2, scale2, out] == [t.data_ptr() for t in tensors]
+    assert (tokens, top_k) == (3, 2)
+    assert all(t.is_contiguous() for t in tensors)
+    assert layer.logits.dtype == torch.bfloat16

@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
             ("models", "tokens", *PEERS[1:]),
             ("full",),
             "full",
-            peers=("triton", "deepgemm"),
+            peers=("triton", "deepgemm", "monomoe"),
             figure="decoding.png",
         ),
         Case(

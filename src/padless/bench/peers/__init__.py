@@ -6,7 +6,7 @@ Each library lies in a sub-folder of one folder (`padless bench --peers DIR`, by
     tma_adaptive/   the paper's published code; its package is called deep_gemm too and is loaded under another name
     mslk/           the folder that contains the package mslk
     torchao/        the folder that contains the package torchao (its wheel, unpacked)
-    monomoe/        the folder include of FlashInfer, and CUTLASS's as include/cutlass
+    monomoe/        FlashInfer's MonoMoE as tools/monomoe/build.sh builds it
 
 What is installed in the environment is found without a folder. torch's own products are always there, and a product in
 plain Triton.

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from padless.bench.peers import Peer
 from padless.bench.peers.deepgemm import DeepGemm
+from padless.bench.peers.monomoe import MonoMoe
 from padless.bench.peers.mslk import Mslk
 from padless.bench.peers.tma_adaptive import TmaAdaptive
 from padless.bench.peers.torch_ops import TorchOps
@@ -22,7 +23,8 @@ def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = N
     folder: as `padless.bench.peers` describes; None is ./.peers if it exists.
     """
     where = resolve_folder(folder)
-    known: list[Peer] = [DeepGemm(where), TmaAdaptive(where), Mslk(where), TorchAo(where), TorchOps(), TritonMoe()]
+    in_folders = (DeepGemm, TmaAdaptive, Mslk, TorchAo, MonoMoe)
+    known: list[Peer] = [*(peer(where) for peer in in_folders), TorchOps(), TritonMoe()]
     if names is None:
         return [peer for peer in known if peer.by_default]
     unknown = set(names) - {peer.name for peer in known}
