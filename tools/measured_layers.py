@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from measured_markdown import failure_sentence, markdown, paragraph, span
-from measured_records import Measured, peers
-from padless.bench.cases import ep, layer, model, wgrad
+from measured_records import FOLDER, Measured, peers
+from padless.bench.cases import decoding, ep, layer, model, wgrad
 from padless.bench.cases.train.contenders import BF16, KEPT
 from padless.bench.report import table
 from padless.bench.results import Record, ratios
@@ -38,6 +38,25 @@ def layer_section(found: Measured) -> list[str]:
         failure_sentence(found.points),
     )
     return [text, markdown(layer.tables(found.points, found.sessions, 0)[0])]
+
+
+def decoding_section(found: Measured) -> list[str]:
+    points = found.points
+    models = len({r["point"]["model"] for r in points})
+    picture = found.path.with_suffix(".png")
+    text = paragraph(
+        f"**Layers of few tokens**, {models} models, {len(points)} points ({found.link}; {_peers(found)}"
+        f"{found.medians}): microseconds a layer, from ids, or from the router's logits where it says so; layers with "
+        "weights of their own in one CUDA graph. `triton products` and `deepgemm products` are the two products alone, "
+        "on rows that were sorted and quantized before, in plain Triton with the fastest of its configurations and in "
+        "DeepGEMM's masked layout; the floor is the weights of the experts that have a token at the rate of a copy. "
+        f"Over padless: torch's bf16 {_mean(points, decoding.BF16, decoding.PADLESS)}, Triton's products "
+        f"{_mean(points, 'triton', decoding.PADLESS)}.",
+        failure_sentence(points),
+    )
+    shown = markdown(decoding.tables(points, found.sessions, 0)[0])
+    drawn = f"![Microseconds a layer over tokens, ten models]({FOLDER}/{picture.name})"
+    return [text, shown, *([drawn] if picture.exists() else [])]
 
 
 def model_section(found: Measured) -> list[str]:

@@ -14,7 +14,10 @@ from measured_layers import FP8, PREFILL
 from measured_markdown import markdown
 from measured_records import FOLDER, Measured, measured
 from padless.bench.cases import layer, wgrad
+from padless.bench.cases.layer import BF16 as BF16_LAYER
 from padless.bench.cases.train.contenders import BF16
+from padless.bench.peers.monomoe import NAME as MONOMOE
+from padless.bench.peers.triton_moe import NAME as TRITON
 from padless.bench.report import table
 from padless.bench.results import Record, ratios
 from padless.testing.timing import geomean
@@ -119,9 +122,20 @@ def _layers(folder: Path) -> list[Row]:
     decode = [r for r in found.points if r["point"]["tokens"] <= _DECODE]
     prefill = [r for r in found.points if r["point"]["tokens"] >= PREFILL]
     return [
-        Row("MoE layer, decoding", _tokens(decode), _means(decode, layer.PADLESS, others), found.path.name),
+        _decoding(folder)
+        or Row("MoE layer, decoding", _tokens(decode), _means(decode, layer.PADLESS, others), found.path.name),
         Row("MoE layer, prefill", _tokens(prefill), _means(prefill, layer.PADLESS, others), found.path.name),
     ]
+
+
+def _decoding(folder: Path) -> Row | None:
+    """Of `padless bench decoding`, where there is a record."""
+    found = measured(folder, "decoding")
+    if found is None:
+        return None
+    others = {"torch bf16": BF16_LAYER, "plain Triton's products alone": TRITON, "MonoMoE": MONOMOE}
+    times = _means(found.points, layer.PADLESS, others)
+    return Row("MoE layer, decoding", _tokens(found.points), times, found.path.name)
 
 
 def _tokens(points: Sequence[Record]) -> str:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from measured_layers import ep_section, layer_section, model_section, train_section, wgrad_section
+from measured_layers import decoding_section, ep_section, layer_section, model_section, train_section, wgrad_section
 from measured_markdown import paragraph
 from measured_overview import FIGURE, draw, figure_differs, overview
 from measured_records import FOLDER, Measured, machine, measured, newest
@@ -39,6 +39,7 @@ BLOCK = re.compile(r"(<!-- measured:begin -->\n).*?(<!-- measured:end -->)", re.
 # By the last part of the file's name, in the README's order.
 SECTIONS: dict[str, Callable[[Measured], list[str]]] = {
     "layer": layer_section,
+    "decoding": decoding_section,
     "model": model_section,
     "train": train_section,
     "ep": ep_section,
@@ -73,8 +74,9 @@ def readme_block(folder: Path) -> str:
     """The text between the marks of README.md."""
     text = paragraph(
         "Geometric means over the points of each record, on random data, contenders taking turns in one run: how many "
-        "times as long as padless each takes. Decoding was measured from 16 tokens and up to 128 experts on. "
-        f"[All tables]({FOLDER}/README.md), with machine, driver and commands."
+        "times as long as padless each takes.",
+        "" if newest(folder, "decoding.jsonl") else "Decoding was measured from 16 tokens and up to 128 experts on.",
+        f"[All tables]({FOLDER}/README.md), with machine, driver and commands.",
     )
     return f"{overview(folder)}\n\n{text}\n\n"
 

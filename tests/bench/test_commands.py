@@ -72,6 +72,7 @@ def test_options_reach_the_run(name: str, options: dict[str, Any], grid: str, ru
         ("epilogue", 20, 12),
         ("wgrad", 19, 14),
         ("layer", 27, 6),
+        ("decoding", 70, None),
         ("train", 7, 3),
         ("quantize", 4, 1),
         ("tiles", 288, 7),

@@ -162,6 +162,6 @@ def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['black"):
         shown(file.path)
     decode = MEASURED / "2026-11-21-h200-decode.jsonl"
-    with pytest.raises(ValueError, match=r"one kind of records, paper or formats; .* holds \['decode'\]"):
+    with pytest.raises(ValueError, match=r"one kind of records, paper or formats or decoding; .* holds \['decode'\]"):
         shown(decode, tmp_path / "x.png")
     assert not (tmp_path / "x.png").exists()

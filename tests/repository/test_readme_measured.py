@@ -11,7 +11,9 @@ import pytest
 
 import readme_measured as tool
 from measured_comparisons import comparison_columns, comparison_table, won_sentence
+from measured_layers import decoding_section
 from measured_markdown import failure_sentence, markdown, paragraph, span
+from measured_overview import overview
 from measured_records import axis_span, command, measured, newest, peers
 from measured_sections import (
     chain_section,
@@ -443,3 +445,17 @@ def test_fuzzed_problems_are_added_up_by_what_computed_them(tmp_path):
     ]
     on_gpus = sum(run["problems"] for run in drawn)
     assert f"{on_gpus:,}" in (RECORDS / "README.md").read_text()
+
+
+def test_layers_of_few_tokens_have_a_section_and_the_readmes_row(tmp_path):
+    at = {"model": "Qwen3-30B", "tokens": 1, "top_k": 8}
+    few = point("decoding", at, {"padless": 20.0, "torch bf16": 60.0, "triton": 22.0}, floor_us=10.0)
+    layers = point("layer", at | {"tokens": 64}, {"padless": 30.0, "torch bf16": 45.0}, floor_us=1.0, copy_gb_per_s=1.0)
+    write(tmp_path, "2031-02-03-h200-layer.jsonl", session(what="layer"), layers)
+    assert "1.50x torch bf16" in overview(tmp_path)
+    assert "from 16 tokens" in tool.readme_block(tmp_path)
+    text, shown = decoding_section(found(tmp_path, "decoding", few))
+    assert "1 models, 1 points" in text
+    assert rows_of(shown)[1][:4] == ["Qwen3-30B", "1", "10.0", "20.0"]
+    assert "3.00x torch bf16, 1.10x plain Triton" in overview(tmp_path)
+    assert "from 16 tokens" not in tool.readme_block(tmp_path)

@@ -93,7 +93,7 @@ def draw(case: Case, records: Records, path: Path, console: Console) -> Path | N
 def report_file(file: str | Path, figure: str | Path | None = None, console: Console | None = None) -> BenchResult:
     """Prints the tables of a result file, those that its records' `kind` asks for.
 
-    figure: where to draw the figure, of the paper's grid or of formats; None draws none.
+    figure: where to draw the figure, of the paper's grid, of formats or of decoding; None draws none.
 
     A file that cannot be read as records, or that holds no point, is said to be so and is a failure of the result.
     Raises ValueError for a file that is not there, that holds other records, or that has no figure to draw.

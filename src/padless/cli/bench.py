@@ -93,7 +93,8 @@ def _units(out: OutDir = DEFAULT_OUT) -> None:
 def _report(
     files: Annotated[list[Path], typer.Argument(help="Result files (.jsonl) of any benchmark.")],
     figure: Annotated[
-        Path | None, typer.Option("--figure", help="Draw the figure of the paper's grid or of formats there.")
+        Path | None,
+        typer.Option("--figure", help="Draw the figure of the paper's grid, of formats or of decoding there."),
     ] = None,
 ) -> None:
     """Tables and figure of earlier runs again; needs no GPU."""

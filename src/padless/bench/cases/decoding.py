@@ -17,7 +17,6 @@ with float64; one that is wrong, or raises, is named and not timed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -238,24 +237,20 @@ def over_floor(records: table.Records) -> list[float]:
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point: microseconds a layer, and what others take over padless."""
     names = table.measured(records, SHOWN)
+    named = [name for name in names if name in OTHERS]
     columns = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=15),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
         table.time("floor"),
-        *(table.time(name, HEADINGS.get(name, name)) for name in names),
-        table.Column("more than\nthe floor", over_floor, 1, average=math.fsum),
-        *(table.ratio(f"{HEADINGS.get(name, name)}\n/ padless", name, digits=2) for name in names if name in OTHERS),
+        *(table.time(name, HEADINGS.get(name), width=9) for name in names),
+        table.Column("over floor", over_floor, 1, width=6),
+        *(table.ratio(f"{HEADINGS.get(name, name)} / padless", name, digits=2, width=9) for name in named),
     ]
     rows = table.by_point(in_order(records))
     return [table.table_of("Layers of few tokens: GPU time of a layer (us)", columns, rows, 1)]
 
 
-HEADINGS = {
-    LOGITS: "from\nlogits",
-    BF16: "torch\nbf16",
-    "triton": "triton\nproducts",
-    "deepgemm_masked": "deepgemm\nproducts",
-}
+HEADINGS = {LOGITS: "from logits", "triton": "triton products", "deepgemm_masked": "deepgemm products"}
 
 
 def draw(records: table.Records, path: Path) -> Path | None:

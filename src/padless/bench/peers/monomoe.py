@@ -49,10 +49,9 @@ class MonoMoe(Peer):
     def load(self) -> Any:
         ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)  # it calls the driver by name
         library = ctypes.CDLL(str(self._file))
-        pointer = ctypes.c_void_p
+        pointer, number = ctypes.c_void_p, ctypes.c_uint32
         library.monomoe_scratch_bytes.restype = ctypes.c_size_t
-        tokens_and_operands = [pointer, ctypes.c_uint32, *[pointer] * 7]
-        library.monomoe_layer.argtypes = [*tokens_and_operands, ctypes.c_uint32, pointer]
+        library.monomoe_layer.argtypes = (pointer, number, *(pointer,) * 7, number, pointer)
         return library
 
     def version(self) -> str:

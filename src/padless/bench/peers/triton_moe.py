@@ -18,7 +18,7 @@ import torch
 from padless.bench.group_sizes import Point
 from padless.bench.peers import Contender, Peer
 from padless.bench.problem import GroupedProblem
-from padless.formats import MXFP4, ceil_div
+from padless.formats import ceil_div
 from padless.layouts import plain_scale
 from padless.testing.judge import attempt
 from padless.testing.processes import cpus
@@ -88,7 +88,8 @@ def sorted_rows(sizes: list[int], block_m: int, device: torch.device) -> SortedR
     return SortedRows(rows.to(device), groups.to(device), used.to(device))
 
 
-class Launch(NamedTuple):
+@dataclass(frozen=True)
+class Launch:
     """A kernel, its grid, its arguments and its configuration."""
 
     kernel: Any
@@ -109,11 +110,9 @@ def launches(problem: GroupedProblem, out: torch.Tensor, configs: list[TritonCon
 
     b, p = problem.b, problem.point
     operands: tuple[torch.Tensor, ...]
-    if b.format is MXFP4:
-        kernel, operands = (
-            kernels.mxfp4_product,
-            (problem.bf16_rows, b.data.view(torch.uint8), plain_scale(b).contiguous().view(torch.uint8)),
-        )
+    if problem.bf16_rows is not None:
+        scales = plain_scale(b).contiguous().view(torch.uint8)
+        kernel, operands = kernels.mxfp4_product, (problem.bf16_rows, b.data.view(torch.uint8), scales)
     else:
         a = problem.a_row_major
         kernel, operands = kernels.fp8_block_product, (a.data, a.scale, b.data, b.scale)

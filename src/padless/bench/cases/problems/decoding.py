@@ -52,8 +52,8 @@ def layers_of(top_k: int, hidden: int, intermediate: int, format: str) -> int:
 def grid() -> list[DecodingPoint]:
     """Every model at every number of tokens."""
     return [
-        DecodingPoint(name, tokens, *sizes, format, layers_of(*sizes[1:], format))
-        for name, (*sizes, format) in MODELS.items()
+        DecodingPoint(name, tokens, experts, top_k, hidden, width, format, layers_of(top_k, hidden, width, format))
+        for name, (experts, top_k, hidden, width, format) in MODELS.items()
         for tokens in TOKENS
     ]
 

@@ -178,8 +178,8 @@ def make_layer(
     w2 = _normal(generator, p.experts, p.hidden, p.intermediate).div_(p.intermediate**0.5)
     sizes = ((p.experts, 2 * p.intermediate), (p.experts, p.hidden))
     bias13, bias2 = (_normal(generator, *size).float() if biases else None for size in sizes)
-    codes = [quantize(w, format, kind="weight") for w in (w13, w2)]
-    return LayerProblem(p, x, logits, ids, weights, w13, w2, *codes, activation, bias13, bias2)
+    codes13, codes2 = (quantize(w, format, kind="weight") for w in (w13, w2))
+    return LayerProblem(p, x, logits, ids, weights, w13, w2, codes13, codes2, activation, bias13, bias2)
 
 
 def _generator(point: LayerPoint, seed: int, device: str | torch.device) -> torch.Generator:
