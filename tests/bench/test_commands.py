@@ -73,6 +73,7 @@ def test_options_reach_the_run(name: str, options: dict[str, Any], grid: str, ru
         ("wgrad", 19, 14),
         ("layer", 27, 6),
         ("decoding", 70, None),
+        ("picks", 400, None),
         ("train", 7, 3),
         ("quantize", 4, 1),
         ("tiles", 288, 7),

@@ -140,5 +140,14 @@ CASES: dict[str, Case] = {
             "Every tile of FP8_BLOCK's kernel on the same problems, in turns: by what the choice of a tile is judged.",
             ("full", *RUN, "repeats"),
         ),
+        Case(
+            "picks",
+            "Picked configurations of Hopper's kernels beside every legal one, on 400 drawn problems.",
+            ("models", "tokens", *RUN, "repeats"),
+            ("full",),
+            "full",
+            repeats=5,
+            needs="require_hopper",
+        ),
     )
 }

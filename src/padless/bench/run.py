@@ -45,6 +45,7 @@ def run_case(
     ahead = wanted if case.compiles else ()
     facts = module.session_facts() if hasattr(module, "session_facts") else {}
     session = open_session(name, out_dir, chosen, settings, ahead, facts)
+    session.points = wanted
     measure = module.start(session) if hasattr(module, "start") else partial(module.measure_at, session)
     records = run_points(session, name, wanted, measure)
     show_records(case, records, sessions_of(session.file.records), session.console)

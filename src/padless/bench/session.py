@@ -92,7 +92,7 @@ def measure_ceilings(peers: Sequence[Peer], timer: Timer, seed: int = 0) -> Ceil
 
 @dataclass
 class Session:
-    """One run: its result file, the usable peers, the timer, the ceilings and the settings."""
+    """One run: its result file, the usable peers, the timer, the ceilings, the settings and the points."""
 
     file: ResultFile
     peers: list[Peer]
@@ -101,6 +101,7 @@ class Session:
     settings: RunSettings
     id: str
     started: float
+    points: Sequence[Any] = ()
 
     @property
     def console(self) -> Console:
