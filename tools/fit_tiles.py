@@ -2,32 +2,38 @@
 
     python tools/fit_tiles.py docs/measured/2026-11-24-h200-picks.jsonl
 
-Half of the problems, every second one, are fitted to and the others judge. Costs are changed one at a time, by steps that
-get smaller, while the picks of `select_config` get closer to the fastest configuration; tiles that the table lacks are
-tried too, and kept where they pay. Prints the table as kernels/cost_model.py has it. Of the other kernels, which choose
-by rules and not by costs, it prints how much longer each configuration takes than the fastest, by rows a group.
+Half of the problems, every second one, are fitted to, and the others say what the fit is worth. Costs are changed one at
+a time, by steps that get smaller, while the picks of `select_config` get closer to the fastest configuration; of all
+tiles that were measured those are kept that pay. Prints the table as kernels/cost_model.py has it. Of the other kernels,
+which choose by rules and not by costs, it prints how much longer each configuration takes than the fastest, by rows a
+group.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from statistics import fmean
 from unittest import mock
+
+import numpy as np
 
 from padless.bench.cases.picks import ALLOWED, GOOD
 from padless.bench.results import Record, of_kind, read_records
-from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost
+from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost, estimate_ns
 from padless.kernels.sm90_fp8 import config as sm90_fp8
 from padless.testing.timing import geomean
 
 KERNEL, KIND = "sm90_fp8_grouped_gemm", "fp8"
 STEPS = (0.15, 0.05, 0.015, 0.005)
-WORTH = 0.0005  # what a further tile must save of all times, to be in the table
+DOUBTS = (0.1, 0.03, 0.01)
+LEAST_GAIN = 1e-6
+MOST_LOST = 3.0  # times as long: a tile that was not measured counts as this
+WORTH = 0.0005  # what a tile must save of all times, to be in the table
 PENALTY = 3.0  # of a time beyond GOOD, over one below
 
 Costs = dict[Tile, TileCost]
@@ -44,43 +50,78 @@ def tile_of(name: str) -> Tile:
 
 
 class Problems:
-    """Problems of the kernel that has costs, with the times of their tiles."""
+    """Problems of the kernel that has costs, with the times of their tiles.
+
+    tiles: of all problems. allowed: (problems, tiles), whether a pick may be that tile. over: its time over that of the
+    problem's fastest, infinite where it was not measured.
+    """
 
     def __init__(self, records: Sequence[Record], num_sms: int) -> None:
+        times = [{tile_of(name): us for name, us in times_of(record).items()} for record in records]
+        self.tiles = sorted({tile for of in times for tile in of} | set(BUILT_IN[KERNEL].costs), key=str)
         self.given = [
             sm90_fp8.Problem(p["rows"], p["n"], p["k"], p["groups"], num_sms=num_sms)
             for p in (record["point"] for record in records)
         ]
-        self.times = [{tile_of(name): us for name, us in times_of(record).items()} for record in records]
+        table = CostTable(dict.fromkeys(self.tiles, TileCost(1.0, 1.0, 1.0)), "every tile")
+        self.allowed = np.zeros((len(records), len(self.tiles)), dtype=bool)
+        for row, problem in zip(self.allowed, self.given, strict=True):
+            with (
+                mock.patch.object(sm90_fp8, "cost_table", return_value=table),
+                mock.patch.object(sm90_fp8, "best_tile", return_value=self.tiles[0]) as choice,
+            ):
+                sm90_fp8.select_config(problem)
+            row[:] = [tile in choice.call_args.args[0] for tile in self.tiles]
+        self.over = np.array([[of.get(tile, math.inf) / min(of.values()) for tile in self.tiles] for of in times])
+        self._estimates: dict[tuple[Tile, TileCost], np.ndarray] = {}
 
-    def ratios(self, costs: Mapping[Tile, TileCost]) -> list[float]:
+    def estimates(self, tile: Tile, cost: TileCost) -> np.ndarray:
+        """(problems,) logarithms of the estimated times."""
+        key = (tile, cost)
+        if key not in self._estimates:
+            ns = [estimate_ns(p.m, p.n, p.k, p.num_groups, tile, cost, p.num_sms) for p in self.given]
+            self._estimates[key] = np.log(ns)
+        return self._estimates[key]
+
+    def by_tile(self, costs: Mapping[Tile, TileCost]) -> np.ndarray:
+        """(problems, tiles) logarithms of the estimated times, infinite where a pick may not be that tile."""
+        columns = [
+            self.estimates(t, costs[t]) if t in costs else np.full(len(self.given), math.inf) for t in self.tiles
+        ]
+        return np.where(self.allowed, np.stack(columns, axis=1), math.inf)
+
+    def ratios(self, costs: Mapping[Tile, TileCost]) -> np.ndarray:
         """Of every problem the time of the tile that is picked by these costs over that of the fastest."""
-        table = CostTable(costs, "tried")
-        with mock.patch.object(sm90_fp8, "cost_table", lambda kernel: table):
-            found = [sm90_fp8.select_config(problem) for problem in self.given]
-        picked = [Tile(c.block_m, c.block_n, c.cluster_n, c.raster_m) for c in found]
-        return [times.get(tile, math.inf) / min(times.values()) for tile, times in zip(picked, self.times, strict=True)]
+        picks = self.by_tile(costs).argmin(axis=1)
+        return np.take_along_axis(self.over, picks[:, None], axis=1)[:, 0]
 
-    def loss(self, costs: Mapping[Tile, TileCost]) -> float:
-        """Mean of the time lost, what is beyond GOOD counted several times; infinite where a pick was not measured."""
-        ratios = self.ratios(costs)
-        return fmean(ratio - 1 + (PENALTY - 1) * max(0.0, ratio - GOOD) for ratio in ratios)
+    def loss(self, costs: Mapping[Tile, TileCost], doubt: float) -> float:
+        """Mean of the time lost, what is beyond GOOD counted several times.
+
+        doubt: how much longer an estimate may be for its tile to be taken for the pick in part, so that costs are worth
+        changing before a pick changes; 0 counts picks alone.
+        """
+        estimates = self.by_tile(costs)
+        above = estimates - estimates.min(axis=1, keepdims=True)
+        share = np.exp(-above / doubt) if doubt else (above == 0).astype(float)
+        share /= share.sum(axis=1, keepdims=True)
+        lost = np.minimum(self.over, MOST_LOST) - 1
+        return float((share * (lost + (PENALTY - 1) * np.maximum(0.0, lost + 1 - GOOD))).sum(axis=1).mean())
 
 
-def improved(problems: Problems, costs: Costs, tiles: Sequence[Tile]) -> tuple[Costs, float]:
+def improved(problems: Problems, costs: Costs, tiles: Sequence[Tile], doubt: float) -> tuple[Costs, float]:
     """Costs with those of some tiles changed for the better, and their loss."""
-    costs, least = dict(costs), problems.loss(costs)
+    costs, least = dict(costs), problems.loss(costs, doubt)
     for step in STEPS:
         better = True
         while better:
             better = False
-            for tile in tiles:
-                for field in fields(TileCost):
-                    for factor in (1 + step, 1 / (1 + step)):
-                        changed = replace(costs[tile], **{field.name: getattr(costs[tile], field.name) * factor})
-                        loss = problems.loss(costs | {tile: changed})
-                        if loss < least - 1e-9:
-                            costs, least, better = costs | {tile: changed}, loss, True
+            for tile, field, sign in itertools.product(tiles, fields(TileCost), (1, -1)):
+                value = max(1.0, getattr(costs[tile], field.name) * (1 + step) ** sign)
+                changed = costs | {tile: replace(costs[tile], **{field.name: value})}
+                loss = problems.loss(changed, doubt)
+                if loss < least - LEAST_GAIN:
+                    costs, least, better = changed, loss, True
     return costs, least
 
 
@@ -92,28 +133,33 @@ def first_guess(tile: Tile, known: Mapping[Tile, TileCost]) -> TileCost:
     return TileCost(known[near].full_ns * scale, known[near].short_ns * scale, known[near].overhead_ns)
 
 
-def fitted(problems: Problems, costs: Costs) -> Costs:
-    """The table's tiles first; then every other tile that was measured, one at a time, where it pays."""
-    costs, least = improved(problems, costs, list(costs))
-    for tile in sorted({tile for times in problems.times for tile in times} - set(costs), key=str):
-        tried, loss = improved(problems, costs | {tile: first_guess(tile, costs)}, [tile])
-        if loss < least - WORTH:
-            costs, least = tried, loss
-    return improved(problems, costs, list(costs))[0]
+def fitted(problems: Problems, known: Mapping[Tile, TileCost]) -> Costs:
+    """Costs of the tiles that are worth having: of all that were measured first, less those without which picks are as
+    good."""
+    costs = {tile: known.get(tile) or first_guess(tile, known) for tile in problems.tiles}
+    for doubt in DOUBTS:
+        costs, least = improved(problems, costs, list(costs), doubt)
+    for tile in problems.tiles:
+        without = {other: cost for other, cost in costs.items() if other != tile}
+        loss = problems.loss(without, DOUBTS[-1]) if without else math.inf
+        if loss < least + WORTH:
+            costs, least = without, loss
+    for doubt in (*DOUBTS[1:], 0.0):
+        costs, _ = improved(problems, costs, list(costs), doubt)
+    return costs
 
 
-def line(what: str, ratios: Sequence[float]) -> str:
+def line(what: str, ratios: np.ndarray) -> str:
     """Shares of good and allowed picks, and the worst."""
-    good, allowed = (100 * fmean(ratio <= most for ratio in ratios) for most in (GOOD, ALLOWED))
-    return (
-        f"{what}: {len(ratios)} problems, {good:.0f}% within 3%, {allowed:.0f}% within 8%, mean {geomean(ratios):.3f}, "
-        f"worst {max(ratios):.3f}"
-    )
+    good, allowed = (100 * (ratios <= most).mean() for most in (GOOD, ALLOWED))
+    mean, worst = geomean(ratios.tolist()), ratios.max()
+    shares = f"{good:.0f}% within 3%, {allowed:.0f}% within 8%"
+    return f"{what}: {len(ratios)} problems, {shares}, mean {mean:.3f}, worst {worst:.3f}"
 
 
 def report_costs(records: Sequence[Record], num_sms: int) -> None:
     """The fit, and what it is worth on the problems that it has not seen."""
-    built_in: Costs = dict(BUILT_IN[KERNEL].costs)
+    built_in = BUILT_IN[KERNEL].costs
     seen, unseen, everything = (Problems(part, num_sms) for part in (records[::2], records[1::2], records))
     half = fitted(seen, built_in)
     for name, costs in (("table in use", built_in), ("fitted to half", half)):
@@ -139,7 +185,7 @@ def report_rules(kind: str, records: Sequence[Record]) -> None:
         over = {name: geomean([t[name] / min(t.values()) for t in map(times_of, part) if name in t]) for name in names}
         picked = {record["picked"] for record in part}
         best = sorted(over, key=lambda name: over[name])
-        shown = [name for name in best[:3]] + [name for name in best[3:] if name in picked]
+        shown = best[:3] + [name for name in best[3:] if name in picked]
         about = "less than 1" if size < 0 else f"about {2**size}"
         print(f"  {about} ({len(part)}): " + "; ".join(f"{over[n]:.3f} {n}{'*' * (n in picked)}" for n in shown))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections import Counter
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -12,12 +14,14 @@ import pytest
 import torch
 from rich.console import Console
 
+import fit_tiles
 from padless.bench import report_file
 from padless.bench.cases import picks
 from padless.bench.cases.problems import picks as problems
 from padless.bench.cases.problems.decoding import MODELS
 from padless.bench.cases.problems.picks import AXES, KINDS, ROUTINGS, PicksPoint, legal, make_problem, name_of, picked
 from padless.bench.results import ResultFile, failures
+from padless.kernels.cost_model import BUILT_IN, Tile, TileCost, estimate_ns
 from padless.testing.compile_ahead import listing
 from padless.testing.timing import Timing
 from support.bench_records import timing
@@ -223,3 +227,65 @@ def test_a_rehearsal_asks_for_every_configuration() -> None:
     with listing("sm_90a", "cubin", 132) as asked:
         problems.rehearse("bf16", 8, 132)
     assert len(asked) == len(legal(picked(of_kind("bf16"), 0, 132)))
+
+
+# --- tools/fit_tiles.py ----------------------------------------------------------------------------------
+
+TRUE = {
+    Tile(256, 128, 2, 8): TileCost(600, 500, 381),
+    Tile(128, 192, 1, 16): TileCost(700, 600, 249),
+    Tile(128, 128, 1, 8): TileCost(392, 361, 600),
+    Tile(128, 64, 1, 8): TileCost(190, 170, 249),
+    Tile(128, 128, 2, 8): TileCost(360, 300, 300),
+}
+
+
+def recorded(noise: float) -> list[dict[str, Any]]:
+    """Records of a GPU on which tiles cost TRUE, with errors of the clock."""
+    draw = random.Random(5)
+    found = []
+    for draws in range(120):
+        m, n, k = (draw.choice(axis) for axis in ((512, 4096, 20480, 65536), (1024, 3072, 7168), (512, 2048, 4096)))
+        groups = draw.choice((8, 32, 128))
+        point = asdict(replace(POINT, rows=m, n=n, k=k, groups=groups, draw=draws))
+        gpu = {}
+        for tile, cost in TRUE.items():
+            name = ", ".join(f"{field} {value}" for field, value in asdict(tile).items())
+            us = estimate_ns(m, n, k, groups, tile, cost, 132) / 1000
+            gpu[name] = timing(us * (1 + noise * draw.uniform(-1, 1)))
+        found.append({"kind": "picks", "point": point, "picked": next(iter(gpu)), "first": {}, "gpu": gpu})
+    return found
+
+
+def test_costs_are_found_that_pick_the_fastest() -> None:
+    """On problems that were not fitted to, and with a tile that the table lacks."""
+    records = recorded(0.01)
+    seen, unseen = fit_tiles.Problems(records[::2], 132), fit_tiles.Problems(records[1::2], 132)
+    before = unseen.ratios(BUILT_IN[fit_tiles.KERNEL].costs)
+    costs = fit_tiles.fitted(seen, dict(BUILT_IN[fit_tiles.KERNEL].costs))
+    after = unseen.ratios(costs)
+    assert Tile(128, 128, 2, 8) in costs
+    good = [sum(ratio <= 1.03 for ratio in ratios) / len(ratios) for ratios in (before, after)]
+    assert good[0] < 0.7
+    assert good[1] >= 0.9
+
+
+def test_a_pick_that_was_not_measured_is_no_good() -> None:
+    records = recorded(0.0)[:1]
+    records[0]["gpu"] = dict(list(records[0]["gpu"].items())[:1])
+    costs = {Tile(128, 64, 1, 8): TileCost(1, 1, 1)}
+    assert fit_tiles.Problems(records, 132).ratios(costs).tolist() == [math.inf]
+
+
+def test_the_tool_prints_the_table_and_the_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = ResultFile(tmp_path / "picks.jsonl")
+    for record in recorded(0.0)[:6]:
+        file.append(record)
+    gpu = {"block_m 64, block_n 64": timing(2.0), "block_m 128, block_n 64": timing(1.0)}
+    slower = {"kind": "picks", "point": asdict(of_kind("mxfp8")), "picked": next(iter(gpu)), "first": {}, "gpu": gpu}
+    file.append(slower)
+    assert fit_tiles.main([str(file.path)]) == 0
+    text = capsys.readouterr().out
+    assert "fitted to all: 6 problems" in text
+    assert "Tile(256, 128, 2, 8): TileCost(" in text
+    assert "about 4 (1): 1.000 block_m 128, block_n 64; 2.000 block_m 64, block_n 64*" in text

@@ -1,9 +1,9 @@
-"""Whether the configuration that is picked is the fastest: all legal ones of Hopper's kernels on drawn problems.
+"""Comparison of the configuration that is picked with all legal ones, of Hopper's kernels on drawn problems.
 
 A problem is a product of one of ten models' experts, or its weight gradient, of 1 to 16384 tokens that are routed
-evenly, as drawn, or to few experts. Every legal configuration is called once over NaN and must give the bits of the picked one;
-two timed calls in turns leave those that are no more than HOPELESS slower than the fastest, and the picked one, and
-further calls in turns give their times.
+evenly, as drawn, or to few experts. Every legal configuration is called once over NaN and must give the bits of the
+picked one; two timed calls in turns leave those that are no more than HOPELESS slower than the fastest, and the picked
+one, and further calls in turns give their times.
 """
 
 from __future__ import annotations
@@ -153,10 +153,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     named = [
         table.Column("kernel", text=of(lambda r: r["point"]["kind"]), left=True, width=12),
         table.Column("model", text=of(lambda r: r["point"]["model"]), left=True, width=10),
-        *(
-            table.Column(axis, text=of(lambda r, axis=axis: r["point"][axis]))
-            for axis in ("tokens", "routing", "n", "k")
-        ),
+        *table.axes("tokens", "routing", "n", "k"),
         table.Column("picked", text=of(lambda r: short(r["picked"])), width=12),
         table.Column("fastest", text=of(lambda r: short(best_of(r))), width=12),
         table.Column("ratio", ratios, 3),
