@@ -174,7 +174,7 @@ def report_costs(records: Sequence[Record], num_sms: int) -> None:
 
 
 def report_rules(kind: str, records: Sequence[Record]) -> None:
-    """How much longer each configuration takes than the fastest, by rows a group."""
+    """Prints how much longer each configuration takes than the fastest, by rows a group."""
     by_rows: dict[int, list[Record]] = {}
     for record in records:
         rows = record["point"]["rows"] / record["point"]["groups"]

@@ -22,6 +22,7 @@ from padless.bench.cases.problems.decoding import MODELS
 from padless.bench.cases.problems.picks import AXES, KINDS, ROUTINGS, PicksPoint, legal, make_problem, name_of, picked
 from padless.bench.results import ResultFile, failures
 from padless.kernels.cost_model import BUILT_IN, Tile, TileCost, estimate_ns
+from padless.runtime.jit import CompileError
 from padless.testing.compile_ahead import listing
 from padless.testing.timing import Timing
 from support.bench_records import timing
@@ -122,12 +123,16 @@ def few(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
+attempts: list[str] = []
+
+
 def problem_with(wrong: str = "", refused: str = "", broken: str = "") -> Any:
     problem = make_problem(POINT, 1, "cpu", "reference")
 
     def run(config: Any = None) -> torch.Tensor:
         if name_of(config) == refused:
-            raise ValueError("config does not fit in shared memory")
+            attempts.append(name_of(config))
+            raise CompileError("does not fit in shared memory")
         if name_of(config) == broken:
             raise RuntimeError("launch failed")
         problem.run()
@@ -141,7 +146,7 @@ def problem_with(wrong: str = "", refused: str = "", broken: str = "") -> Any:
 def test_the_hopeless_are_left_after_the_first_calls(few: dict[str, Any]) -> None:
     pick, fast, near, slow = few
     clock = Clock({pick: 20.0, fast: 10.0, near: 12.0, slow: 13.0})
-    record = picks.measure(problem_with(), clock, 132)  # type: ignore[arg-type]
+    record = picks.measure(problem_with(), clock, 132, {})  # type: ignore[arg-type]
     assert clock.seen == [(picks.FIRST_CALLS, [pick, fast, near, slow]), (5, [pick, fast, near])]
     assert record["picked"] == pick
     assert picks.over_best(record) == 2.0
@@ -151,7 +156,11 @@ def test_the_hopeless_are_left_after_the_first_calls(few: dict[str, Any]) -> Non
 
 def test_other_bits_are_wrong_and_what_does_not_fit_is_left_out(few: dict[str, Any]) -> None:
     pick, first, second, third = few
-    record = picks.measure(problem_with(first, second, third), Clock({}), 132)  # type: ignore[arg-type]
+    unfit: dict[str, str] = {}
+    attempts.clear()
+    for _ in range(2):
+        record = picks.measure(problem_with(first, second, third), Clock({}), 132, unfit)  # type: ignore[arg-type]
+    assert attempts == [second], "what does not compile is not tried again"
     assert set(record["gpu"]) == {pick}
     assert set(record["left_out"]) == {second}
     found = failures([record | {"point": asdict(POINT)}])
@@ -166,7 +175,7 @@ def test_an_output_that_is_not_written_is_noticed(few: dict[str, Any]) -> None:
     def run(config: Any = None) -> torch.Tensor:
         return problem.out if name_of(config) == other else right(config)
 
-    record = picks.measure(problem._replace(run=run), Clock({}), 132)  # type: ignore[arg-type]
+    record = picks.measure(problem._replace(run=run), Clock({}), 132, {})  # type: ignore[arg-type]
     assert other in record["wrong"]
 
 

@@ -22,6 +22,7 @@ from padless.bench.results import Record, time_us
 from padless.bench.session import Session, missing_points
 from padless.kernels.config import room_for_groups
 from padless.runtime.driver import cuda_driver
+from padless.runtime.jit import CompileError
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.judge import describe
@@ -32,10 +33,11 @@ FIRST_CALLS = 2
 GOOD, ALLOWED = 1.03, 1.08  # times of the fastest: a pick that is as good, and the worst that is right
 
 
-def measure(problem: PicksProblem, timer: Timer, num_sms: int) -> Record:
+def measure(problem: PicksProblem, timer: Timer, num_sms: int, unfit: dict[str, str]) -> Record:
     """One problem's record: microseconds of the picked configuration and of those that are not hopeless.
 
-    first: all that run, by the first calls. left_out: those that do not, with the reason.
+    first: all that run, by the first calls. left_out: those that do not compile, with the reason.
+    unfit: these reasons by prelude, kept from problem to problem: what does not compile is compiled anew each time.
     """
     pick = picked(problem.point, problem.tokens, num_sms)
     record: Record = {"picked": name_of(pick), "wrong": {}, "errors": {}, "left_out": {}}
@@ -44,11 +46,15 @@ def measure(problem: PicksProblem, timer: Timer, num_sms: int) -> Record:
     for name, config in legal(pick).items():
         fresh(problem)
         try:
+            if config.prelude() in unfit:
+                raise CompileError(unfit[config.prelude()])
             bits = problem.run(config=config).view(torch.uint8)
+        except CompileError as error:  # it needs more shared memory or registers than there are, which no pick may
+            unfit[config.prelude()] = str(error)
+            record["errors" if config is pick else "left_out"][name] = describe(error)
+            continue
         except Exception as error:
-            # A ValueError: it needs more shared memory or registers than there are, which no pick may.
-            fits = config is pick or not isinstance(error, ValueError)
-            record["errors" if fits else "left_out"][name] = describe(error)
+            record["errors"][name] = describe(error)
             continue
         expected = bits.clone() if expected is None else expected
         if torch.equal(bits, expected):
@@ -93,8 +99,10 @@ def start(session: Session) -> Callable[[PicksPoint], Record]:
         ahead = compile_ahead(rehearsals, Gpu(driver.arch, sms))
     console.print(f"{len(ahead.kernels)} kernels, {len(ahead.problems)} could not be compiled", highlight=False)
 
+    unfit: dict[str, str] = {}
+
     def at(point: PicksPoint) -> Record:
-        record = measure(make_problem(point, seed, "cuda"), session.timer, sms)
+        record = measure(make_problem(point, seed, "cuda"), session.timer, sms, unfit)
         return record | {"clocks": machine.clocks()}
 
     return at

@@ -173,7 +173,7 @@ class TritonMoe(Peer):
 
 
 def _key(problem: GroupedProblem) -> tuple[Point, str]:
-    """What problems have in common that take one configuration."""
+    """Sizes and format: problems that share them take one configuration."""
     return problem.point, problem.b.format.name
 
 
