@@ -80,6 +80,21 @@ def compare(logits: torch.Tensor, bias: torch.Tensor | None, rule: Router, devic
     same_values(got_weights, weights)
 
 
+def special_logits() -> torch.Tensor:
+    """(9, 24): NaN, Inf, rows of one value, logits beyond the exponential's range."""
+    inf, nan = float("inf"), float("nan")
+    rows = torch.randn((9, 24), generator=torch.Generator().manual_seed(4))
+    rows[1] = 3.0
+    rows[2, 5], rows[2, 9] = nan, -nan
+    rows[3, 7] = inf
+    rows[4, 3:] = -inf
+    rows[5] = -inf
+    rows[6] = nan
+    rows[7] *= 60
+    rows[8] = torch.linspace(-200, 200, 24)
+    return rows
+
+
 CASES: dict[str, Case] = {}
 
 
@@ -115,22 +130,18 @@ def large_rules(device: str) -> None:
 @case
 def awkward_logits(device: str) -> None:
     """Subnormals, NaN, Inf, zeros of both signs, rows of one value, logits beyond the exponential's range."""
-    inf, nan = float("inf"), float("nan")
-    rows = torch.randn((9, 24), generator=torch.Generator().manual_seed(4))
-    rows[1] = 3.0
-    rows[2, 5], rows[2, 9] = nan, -nan
-    rows[3, 7] = inf
-    rows[4, 3:] = -inf
-    rows[5] = -inf
-    rows[6] = nan
-    rows[7] *= 60
-    rows[8] = torch.linspace(-200, 200, 24)
+    rows, inf, nan = special_logits(), float("inf"), float("nan")
     for seed, (rule, _, biased) in enumerate(RULES.values()):
-        if rule.k <= 8 and 24 % rule.num_expert_groups == 0 and rule.top_groups * 24 // rule.num_expert_groups >= rule.k:
+        if (
+            rule.k <= 8
+            and 24 % rule.num_expert_groups == 0
+            and rule.top_groups * 24 // rule.num_expert_groups >= rule.k
+        ):
             bias = draw_bias(24, seed) if biased else None
             compare(rows, bias, rule, device)
             compare(awkward((6, 24), torch.float32, seed), bias, rule, device)
-    compare(rows[7:], torch.tensor([nan, inf, -inf, *[0.0] * 21]), Router(5, "sigmoid"), device)
+    for rule in (Router(5, "sigmoid"), Router(5)):
+        compare(rows, torch.tensor([nan, inf, -inf, *[0.0] * 21]), rule, device)
 
 
 @case

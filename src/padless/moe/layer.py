@@ -30,6 +30,7 @@ from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
 from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
+from padless.moe.router import Router, topk
 from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
@@ -52,11 +53,14 @@ BF16 = "BF16"
 
 def moe(
     x: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    top_k_index: torch.Tensor | None,
+    top_k_weights: torch.Tensor | None,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     *,
+    router_logits: torch.Tensor | None = None,
+    router: Router | None = None,
+    correction_bias: torch.Tensor | None = None,
     activation: ActivationKind = "swiglu",
     gate_up: GateUp = "concatenated",
     alpha: float = 1.0,
@@ -81,6 +85,8 @@ def moe(
         x: (T, H) bfloat16, float16 or float32; T may be 0.
         top_k_index: (T, k) int32 or int64, k from 1 to 16. Ids that are no expert add nothing.
         top_k_weights: (T, k) bfloat16, float16 or float32.
+        router_logits: (T, E), to be given with router, and with correction_bias where there is one, in the place of
+            top_k_index and top_k_weights, which are None then: ids and weights are those of `padless.moe.topk`.
         w13: (E, 2 I, H) weights with a gate, (E, I, H) without, quantized with kind="weight".
         w2: (E, H, I) weights.
         activation: "swiglu" and others; with gate_up, alpha, limit and up_offset: see `padless.moe.Activation`. gpt-oss:
@@ -107,15 +113,19 @@ def moe(
     tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. With ep: memory is for its
     capacity, and its backend says whether it synchronizes and may be captured.
 
-    Differentiable for x, top_k_weights and shared where weights and activations are FP8_BLOCK, scales plain, the
-    activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that requires grad
-    is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
+    Differentiable for x, top_k_weights or router_logits, and shared where weights and activations are FP8_BLOCK, scales
+    plain, the activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that
+    requires grad is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
     if ep is not None and not hasattr(ep, "_moe"):
         raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
     with nullcontext() if ep is None else ep.checking():
         act = Activation(activation, gate_up, alpha, limit, up_offset)
+        top_k_index, top_k_weights = _chosen(top_k_index, top_k_weights, router_logits, router, correction_bias)
         _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
+        wanted = w13.data.shape[0] if ep is None else ep.settings.num_experts
+        if router_logits is not None and router_logits.shape[1] != wanted:
+            raise ValueError(f"router_logits must be (T, E) = ({x.shape[0]}, {wanted}), got {describe(router_logits)}")
         experts, n = w13.data.shape[:2]
         check_readable(
             bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
@@ -132,7 +142,8 @@ def moe(
         name = _activations(activations, w13, x)
         if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
             raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
-        trained = backward.wanted(x=x, top_k_weights=top_k_weights, shared=shared)
+        weighs = "top_k_weights" if router_logits is None else "router_logits"
+        trained = backward.wanted(**{"x": x, weighs: top_k_weights, "shared": shared})
         if trained is not None:
             has_bias = bias13 is not None or bias2 is not None
             backward.check_differentiable(trained, w13, w2, act, name, has_bias)
@@ -271,6 +282,21 @@ class Projection:
 
 
 # --- checks ----------------------------------------------------------------------------------------------
+
+
+def _chosen(ids: Any, weights: Any, logits: Any, router: Any, correction_bias: Any) -> tuple[Any, Any]:
+    """(ids, weights) as they are given, or by the router's logits."""
+    if logits is None and router is None and correction_bias is None:
+        return ids, weights
+    if logits is None or router is None or ids is not None or weights is not None:
+        raise ValueError(
+            f"router_logits is {shown(logits)}, router {shown(router)}, top_k_index {shown(ids)} and top_k_weights "
+            f"{shown(weights)}; give router_logits and router, or top_k_index and top_k_weights, and None for the others"
+        )
+    weights, ids = topk(logits, router, correction_bias)
+    if router.k > MAX_TOP_K:
+        raise ValueError(f"router has k = {router.k}; a layer takes at most {MAX_TOP_K} experts a token")
+    return ids, weights
 
 
 def _check(

@@ -87,13 +87,13 @@ def topk(logits: torch.Tensor, router: Router, correction_bias: torch.Tensor | N
     correction_bias: (E,) bfloat16, float16 or float32: added to the scores to choose by, not to the weights.
 
     Everything is computed in float32. Experts are chosen by their scores plus bias where there is a bias or groups are
-    left out, else by the logits themselves, which have no fewer distinct values. Among equals the smaller id comes first;
-    -0 equals 0. NaN comes before every number, as in torch.topk, and makes a token's weights NaN, all of them but for
-    "sigmoid" without renormalize; -inf has weight 0 under "softmax". A token without a finite logit has NaN weights.
+    left out, else by the logits themselves, which rounding makes equal less often. Among equals the smaller id comes
+    first; -0 equals 0. NaN comes before every number, as in torch.topk, and what is chosen by a NaN weighs NaN. Under
+    "softmax" -inf weighs 0, and all experts of a token weigh NaN if one logit is NaN or +inf, or all are -inf.
 
     The bits are fixed: the exponential is that of padless' activations, and a sum adds pairs of neighbours, then pairs
     of these sums, and so on. A token's result depends on its own logits alone.
-    Differentiable for logits, by the weights; no gradient reaches correction_bias, which only chooses. Raises ValueError.
+    Differentiable for logits, by the weights; correction_bias only chooses and gets no gradient. Raises ValueError.
 
     Example: logits [[0, 2, 1, 2]] and Router(2): ids [[1, 3]], weights [[0.5, 0.5]].
     """
@@ -179,17 +179,16 @@ def gradient(dweights: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, ro
     values = logits.to(torch.float32)
     chosen = values.gather(1, ids)
     d = dweights.to(torch.float32) * router.scaling_factor
-    if router.scoring == "sigmoid":
-        scores = chosen.sigmoid()
-        if router.renormalize:
-            total = scores.sum(1, keepdim=True) + twins.LEAST_SUM
-            d = (d - (d * scores).sum(1, keepdim=True) / total) / total
-        d = d * scores * (1.0 - scores)
-    elif router.renormalize:
-        weights = chosen.softmax(1)
-        d = weights * (d - (d * weights).sum(1, keepdim=True))
-    else:
+    if router.scoring == "softmax" and not router.renormalize:
         scores = values.softmax(1)
         d = d * scores.gather(1, ids)
         return (-scores * d.sum(1, keepdim=True)).scatter_add(1, ids, d).to(logits.dtype)
+    scores = chosen.softmax(1) if router.scoring == "softmax" else chosen.sigmoid()
+    weights = scores
+    if router.renormalize:
+        weights = scores / (scores.sum(1, keepdim=True) + twins.LEAST_SUM)
+        d = d - (d * weights).sum(1, keepdim=True)
+    d = d * weights
+    if router.scoring == "sigmoid":
+        d = d * (1.0 - scores)
     return torch.zeros_like(values).scatter(1, ids, d).to(logits.dtype)

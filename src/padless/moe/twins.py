@@ -59,7 +59,8 @@ def topk(
         weights = sigmoid(chosen)
         if router.renormalize:
             weights = weights / (_sum_of_pairs(weights) + LEAST_SUM)
-    return weights * router.scaling_factor, ids
+    by_nan = choice.gather(1, ids).isnan()
+    return torch.where(by_nan, float("nan"), weights * router.scaling_factor), ids
 
 
 def _softmax(values: torch.Tensor, among: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,6 @@ def _topk(
     token = tl.program_id(0).to(tl.int64)
     row = logits_ptr + token * row_stride
 
-    largest = 0.0
-    total = 1.0
     if not SIGMOID and (BY_SCORE or not RENORMALIZE):
         expert = tl.arange(0, triton.next_power_of_2(EXPERTS))
         largest, total = _softmax_sum(_load(row, expert, column_stride, expert < EXPERTS), expert < EXPERTS)
@@ -105,25 +103,26 @@ def _topk(
 
     ranks = tl.reshape(ranks, (ROWS * COLUMNS,), can_reorder=True)  # the id is in the rank
     slot = tl.arange(0, triton.next_power_of_2(TOP_K))
-    ids = tl.zeros(slot.shape, tl.int32)
+    chosen = tl.zeros(slot.shape, tl.int64)
     for j in range(TOP_K):
         first = tl.max(ranks, axis=0)
-        ids = tl.where(slot == j, _id_of(first), ids)
+        chosen = tl.where(slot == j, first, chosen)
         ranks = tl.where(ranks == first, _ABSENT, ranks)
 
-    chosen = slot < TOP_K
-    logits = _load(row, ids, column_stride, chosen)
+    ids, chosen_by, there = _id_of(chosen), _value_of(chosen), slot < TOP_K
+    logits = _load(row, ids, column_stride, there)
     if SIGMOID:
-        weights = tl.where(chosen, _sigmoid(logits), 0.0)
+        weights = tl.where(there, _sigmoid(logits), 0.0)
         if RENORMALIZE:
             weights = _quotient(weights, _sum_of_pairs(weights) + _LEAST_SUM)
     else:
         if RENORMALIZE:
-            largest, total = _softmax_sum(logits, chosen)
+            largest, total = _softmax_sum(logits, there)
         weights = _quotient(_decayed(logits - largest), total)
+    weights = tl.where(chosen_by == chosen_by, weights * scaling_factor, chosen_by)
     at = token * TOP_K + slot
-    tl.store(weights_ptr + at, weights * scaling_factor, mask=chosen)
-    tl.store(ids_ptr + at, ids.to(tl.int64), mask=chosen)
+    tl.store(weights_ptr + at, weights, mask=there)
+    tl.store(ids_ptr + at, ids.to(tl.int64), mask=there)
 
 
 @triton.jit
