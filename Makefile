@@ -14,13 +14,14 @@ CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all check readme docs lint format dev clean help
+.PHONY: demo test test-all check quick wheels cubins sbom verify torch readme docs lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 	@echo "make check     lint and the tests that run few kernels, a minute;  make test-all  the slow tests too"
 	@echo "make docs      the documentation's site, into site/;  make readme  measured figures, from docs/measured"
+	@echo "make wheels    wheel and sdist into dist/, each installed and used on its own"
 	@echo "make lint, make format, make dev (install only), make clean"
 
 demo: $(RUN)
@@ -30,9 +31,9 @@ demo: $(RUN)
 test: lint
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --slow-share 30
 
-# Goes on where it was ended before, as long as no file has changed; tools/tests_record.py makes a page of the record.
+# PART: files and folders, where not all. Goes on where it was ended before, as long as no file has changed; tools/tests_record.py makes a page of the record.
 test-all: lint
-	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume --longest-first --record .pytest_cache/record
+	@$(BIN)/python -m pytest -q -n $(WORKERS) --run-slow --resume --longest-first --record .pytest_cache/record $(PART)
 
 # A minute on two cores: lint, and every part's tests but those of kernels, of the emulator's runs and of the Triton kernels.
 CHECKED := repository model reference ops compat runtime cli testing emulator/units
@@ -42,6 +43,32 @@ check: lint
 docs: $(DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 	@echo "docs: site/index.html"
+
+# What others install, used from new environments: README's example and `padless info`.
+wheels: $(DEV)
+	@$(BIN)/python tools/check_wheels.py
+
+# The kernels of known models' layers, compiled ahead: a wheel of its own.
+cubins: $(DEV)
+	@rm -rf build/cubins
+	@$(BIN)/python tools/build_cubins.py build/cubins $(CUBINS)
+	@$(PIP) wheel --no-deps --no-build-isolation -w dist build/cubins
+
+# What padless brings with it, by version and licence; TAG: what a release of this version must be called.
+sbom: $(DEV)
+	@$(BIN)/python tools/sbom.py dist/padless.cdx.json $(if $(TAG),--tag $(TAG))
+
+# Everything that needs a GPU; OUT: the folder of its record.
+verify: $(RUN)
+	@$(BIN)/padless verify --out $(or $(OUT),padless-out/verify)
+
+# Another torch in the place of the pinned one, which `make clean` brings back.
+torch: $(DEV)
+	@$(PIP) install 'torch==$(TORCH)'
+
+# The tests of `make check` without lint, whose tools' findings depend on the version of torch.
+quick: $(DEV)
+	@$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not kernels' $(addprefix tests/,$(CHECKED))
 
 readme: $(RUN)
 	@$(BIN)/python tools/readme_measured.py

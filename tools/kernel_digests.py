@@ -30,13 +30,13 @@ Asked = tuple[str, str, str]  # kernel file's stem, constants, architecture
 def asked_for() -> set[Asked]:
     """Kernels that the calls of ``padless verify`` compile on each of ``GPUS``."""
     from padless.testing.compile_ahead import Gpu, kernels_of
-    from padless.verify.rehearsals import rehearsals_of
+    from padless.verify.checks import rehearsals_of
     from padless.verify.run import jobs_of
 
     found: set[Asked] = set()
     for arch, num_sms in GPUS:
         jobs, modules = jobs_of(arch, None, True)
-        kernels, problems = kernels_of(rehearsals_of(arch, jobs, modules), Gpu(arch, num_sms))
+        kernels, problems = kernels_of(rehearsals_of(arch, jobs.values(), modules), Gpu(arch, num_sms))
         if problems:
             raise RuntimeError("; ".join(problems))
         found |= {(Path(kernel.source).stem, kernel.prelude, kernel.arch) for kernel in kernels}

@@ -101,7 +101,7 @@ def nothing_launched() -> Iterator[Again | None]:
     unset = route.empty
     changes: list[tuple[Any, str, Any]] = [
         (KernelInterface, "__getitem__", lambda kernel, grid: lambda *arguments, **options: None),
-        (driver._CudaLaunch, "__call__", lambda launch, stream: None),
+        (driver.CudaLaunch, "__call__", lambda launch, stream: None),
         (route, "empty", lambda *arguments: route.Sorted(*(t.zero_() for t in unset(*arguments)))),
     ]
     again = None
@@ -134,21 +134,21 @@ def wait() -> None:
 def counted(call: Callable[[], object]) -> tuple[int, int]:
     """(products, those of them that were packed anew) in a call."""
     found = [0, 0]
-    again, anew = products.launch_cache.launch_again, products._run
+    run, find_route = products._run, products.find_route
 
-    def looked_up(*arguments: object) -> object:
+    def made(*arguments: object) -> object:
         found[0] += 1
-        return again(*arguments)  # type: ignore[arg-type]
+        return run(*arguments)  # type: ignore[arg-type]
 
     def packed(*arguments: object) -> object:
         found[1] += 1
-        return anew(*arguments)  # type: ignore[arg-type]
+        return find_route(*arguments)  # type: ignore[arg-type]
 
-    products.launch_cache.launch_again, products._run = looked_up, packed  # type: ignore[assignment]
+    products._run, products.find_route = made, packed  # type: ignore[assignment]
     try:
         call()
     finally:
-        products.launch_cache.launch_again, products._run = again, anew
+        products._run, products.find_route = run, find_route
     return found[0], found[1]
 
 

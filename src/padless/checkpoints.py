@@ -46,7 +46,7 @@ from padless.formats import (
     blocked_size,
     ceil_div,
 )
-from padless.layouts import from_blocked
+from padless.layouts import from_blocked, plain_scale, with_kernel_scales
 from padless.row_groups import checked_equal, is_readable
 from padless.runtime.weight_index import check_complete, index_of, indexed_files
 
@@ -181,7 +181,10 @@ def _plain(scale: torch.Tensor, data: torch.Tensor, fmt: BlockScaledFormat) -> t
 
 
 def stack_experts(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
-    """Weights (N, K) of one format and shape as one (G, N, K); global scales become (G,)."""
+    """Weights (N, K) of one format and shape as one (G, N, K); global scales become (G,).
+
+    The scales get the layout that kernels read (`padless.layouts.of_weight_scales`).
+    """
     first = _same_format(weights)
     for g, t in enumerate(weights):
         if t.data.dim() != 2 or t.shape != first.shape:
@@ -194,7 +197,8 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     """Weights (.., N_i, K) under each other, (.., sum N_i, K), such as a gate and an up projection.
 
     FP8_BLOCK parts other than the last need N % 128 == 0, so that no block holds rows of two. Parts of NVFP4
-    must have the same global scales: scales that differ cannot be joined without requantising.
+    must have the same global scales: scales that differ cannot be joined without requantising. The scales get the layout
+    that kernels read (`padless.layouts.of_weight_scales`).
     """
     first = _same_format(weights)
     shared = first.global_scale
@@ -219,9 +223,9 @@ def _same_format(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     if not weights:
         raise ValueError("weights must not be empty")
     for i, t in enumerate(weights):
-        if t.format != weights[0].format or t.scale_layout != "plain":
+        if t.format != weights[0].format or t.scale_layout == "blocked_groups":
             raise ValueError(
-                f"weights must be {weights[0].format.name} with plain scales, "
+                f"weights must be {weights[0].format.name} with scales of weights, "
                 f"weights[{i}] is {t.format.name} with {t.scale_layout} ones"
             )
         if (t.global_scale is None) != (weights[0].global_scale is None):
@@ -234,8 +238,8 @@ def _join(
 ) -> BlockScaledTensor:
     fmt = weights[0].format
     data = how([t.data.view(torch.uint8) for t in weights]).view(fmt.data_dtype)
-    scale = how([t.scale.view(torch.uint8) for t in weights]).view(fmt.scale_dtype)
-    return BlockScaledTensor(data, scale, fmt, global_scale)
+    scale = how([plain_scale(t).view(torch.uint8) for t in weights]).view(fmt.scale_dtype)
+    return with_kernel_scales(BlockScaledTensor(data, scale, fmt, global_scale))
 
 
 # --- files -----------------------------------------------------------------------------------------------

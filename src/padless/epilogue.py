@@ -14,6 +14,8 @@ The arithmetic, element by element, all of it float32 and every operation that i
       fl(up + up_offset), and s is of fl(gate * alpha) in the place of gate.
       The exponential is the one operation that is not exactly rounded: a GPU's is off by up to 2^-21 of its value. Where
       the sum is above 2^126, from gates of -87.34 down, s would be subnormal and is 0.
+      With gate_in_bf16 gate and up are first rounded to bfloat16, and s is that of `quantization.swiglu_rules` for
+      max(gate, -87.25), a polynomial: exact in every bit, what a separate pass makes of a bfloat16 product.
  4. x  =  fl(h * prob[m])                                           prob
     x is from here on D, (M, N_out). Rows in no group, and rows and columns that do not exist, are in none of
     what follows and nothing is stored for them.
@@ -148,6 +150,7 @@ class Epilogue:
             "swiglu_concatenated", gate in the first N / 2 columns and up in the others; or "swiglu_alternating", one
             column of gate, one of up, ... Then N_out = N / 2.
         gate_rule: of a SwiGLU that is not the plain one; None for that.
+        gate_in_bf16: whether gate and up are rounded to bfloat16 first, as `padless.moe` does; cuDNN does not.
         amax: whether the largest magnitude of each group is wanted.
         d_dtype: bfloat16, float16 or float32 of the unquantised output, None for none.
         row_format: format of the output quantised along N, None for none.
@@ -166,6 +169,7 @@ class Epilogue:
     bias_rule: str = "gated_sum"
     activation: str = "none"
     gate_rule: GateRule | None = None
+    gate_in_bf16: bool = False
     amax: bool = False
     d_dtype: torch.dtype | None = None
     row_format: BlockScaledFormat | None = None
@@ -180,13 +184,14 @@ class Epilogue:
                 value = getattr(self, field)
                 raise ValueError(f"Epilogue.{field} is {getattr(value, 'name', value)!r:.80}; allowed: {allowed}")
 
-        for name in ("alpha", "bias", "prob", "amax"):
+        for name in ("alpha", "bias", "prob", "amax", "gate_in_bf16"):
             check_flag(f"Epilogue.{name}", getattr(self, name))
         row, column = self.row_format, self.column_format
         require(is_one_of(self.activation, ACTIVATIONS), "activation", ", ".join(ACTIVATIONS))
         require(is_one_of(self.bias_rule, BIAS_RULES), "bias_rule", " or ".join(BIAS_RULES))
         require(self.bias_rule == "gated_sum" or self.activation == "none", "bias_rule", "gated_sum with an activation")
         require(self.gate_rule is None or self.is_glu, "gate_rule", "None without a SwiGLU")
+        require(self.is_glu or not self.gate_in_bf16, "gate_in_bf16", "False without a SwiGLU")
         require(
             is_one_of(self.d_dtype, (None, *OUT_DTYPES)),
             "d_dtype",

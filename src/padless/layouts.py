@@ -7,6 +7,8 @@ contiguous bytes each, row-major over the tiles; inside a tile row r, column c i
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from padless.arguments import check_device, check_integer, check_readable, check_tensor_type, detached, shown
@@ -14,6 +16,7 @@ from padless.formats import (
     MN_MAJOR_ALIGNMENT,
     TILE_COLUMNS,
     TILE_ROWS,
+    BlockScaledFormat,
     BlockScaledTensor,
     blocked_size,
     ceil_div,
@@ -217,6 +220,24 @@ def from_blocked_groups(blocked: torch.Tensor, offs: torch.Tensor, rows: int, co
     padded = from_blocked(blocked, capacity, columns).view(torch.uint8)
     padded = torch.nn.functional.pad(padded, (0, 0, 0, 1))
     return padded[padded_rows(offs, rows).clamp(max=capacity)].view(blocked.dtype)
+
+
+def of_weight_scales(format: BlockScaledFormat, k: int) -> Literal["plain", "blocked"]:
+    """The scale_layout in which kernels read scales of weights with k columns where they are.
+
+    "blocked" for MXFP4 and NVFP4 whose rows of plain scales are no multiple of 16 bytes, as TMA wants them (K of 2880
+    has 90 of MXFP4): plain ones are copied at every product. Else "plain", which all products read.
+    """
+    is_read = format.codes_per_byte == 1 or ceil_div(k, format.block_k) % 16 == 0
+    return "plain" if is_read else "blocked"
+
+
+def with_kernel_scales(t: BlockScaledTensor) -> BlockScaledTensor:
+    """Weights with their scales in the layout of `of_weight_scales`; t itself where they are."""
+    layout = of_weight_scales(t.format, t.shape[-1])
+    if t.scale_layout == layout or layout == "plain":
+        return t
+    return BlockScaledTensor(t.data, to_blocked(t.scale), t.format, t.global_scale, layout)
 
 
 def plain_scale(t: BlockScaledTensor, offs: torch.Tensor | None = None) -> torch.Tensor:

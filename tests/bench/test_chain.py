@@ -290,7 +290,7 @@ def test_ordinary_launches_are_packed_without_the_attribute(monkeypatch: pytest.
 
     def attributes() -> list[int]:
         shape = runtime_driver.LaunchShape(1, 128, 1, programmatic=True)
-        return [a.id for a in runtime_driver._CudaLaunch(device, 0, 0, shape, [], 0)._attributes]
+        return [a.id for a in runtime_driver.CudaLaunch(device, 0, 0, shape, [], 0)._attributes]
 
     assert attributes() == [runtime_driver._PROGRAMMATIC_SERIALIZATION]
     with suppress(ZeroDivisionError), chain.ordinary_launches():

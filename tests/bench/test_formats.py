@@ -68,7 +68,7 @@ def test_bytes_are_those_of_codes_scales_and_result(record: dict[str, Any]) -> N
     assert record["bytes"][TORCH] == 2 * (m * k + g * n * k + m * n)
     for name, wanted in {
         "NVFP4 x NVFP4": (m + g * n) * (k // 2 + k // 16) + 4 * 1 + 4 * g + 2 * m * n,
-        "BF16 x MXFP4": 2 * m * k + g * n * (k // 2 + k // 32) + 2 * m * n,
+        "BF16 x MXFP4": 2 * m * k + g * (n * k // 2 + 128 * k // 32) + 2 * m * n,  # 128 x 4 tiles
     }.items():
         if name in record["bytes"]:
             assert record["bytes"][name] == wanted

@@ -37,7 +37,7 @@ def operands(a_format: Any, b_format: Any) -> tuple[BlockScaledTensor, BlockScal
     x = torch.randn((M, K), generator=generator) * torch.rand((M, 1), generator=generator).mul(6).exp2()
     w = torch.randn((len(SIZES), N, K), generator=generator) * torch.tensor([1.0, 3.0, 0.2, 9.0])[:, None, None]
     a = padless.quantize(x, a_format, **({"offs": OFFS} if a_format is NVFP4 else {}))
-    return a, padless.quantize(w, b_format, kind="weight")
+    return a, padless.quantize(w, b_format, kind="weight", scale_layout="plain")
 
 
 def call(a: BlockScaledTensor, b: BlockScaledTensor, swizzled: bool, **changes: Any) -> torch.Tensor:

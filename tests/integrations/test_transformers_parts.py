@@ -53,7 +53,9 @@ def fp8_experts(**more: Any) -> Any:
     module.originals = {}
     for name, n, k in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
         module.originals[name] = torch.randn(E, n, k) / k**0.5
-        t = quantize(module.originals[name], MXFP4 if fp4 else MXFP8 if mx else FP8_BLOCK, kind="weight")
+        t = quantize(
+            module.originals[name], MXFP4 if fp4 else MXFP8 if mx else FP8_BLOCK, kind="weight", scale_layout="plain"
+        )
         scale = t.scale
         if ue8m0 and not mx:
             scale = torch.exp2(torch.round(torch.log2(scale))).to(torch.float8_e8m0fnu)

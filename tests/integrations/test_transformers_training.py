@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import padless
 import padless.integrations.transformers as integration
 from support.hub_checkpoints import (
     VOCABULARY,
@@ -68,6 +69,15 @@ def test_gradients(name: str, device: str, folder_of: Callable[[str], Path]) -> 
         # A token with another model's choice of experts has its weights too: nothing of it reaches the router.
         assert error(gradient, want[2][parameter]) < (0.2 if parameter.endswith("gate.weight") else 0.1), parameter
     assert any("experts.gate_up_proj" in parameter for parameter in got[2])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_logits_are_those_of_inference(name: str, folder_of: Callable[[str], Path]) -> None:
+    """Bit for bit the model that serves the weights' codes, which `quantize_experts` makes of the same parameters."""
+    trained = load(folder_of(name), experts_implementation="padless_train").train()
+    served = integration.quantize_experts(load(folder_of(name), experts_implementation="padless"), padless.FP8_BLOCK)
+    with torch.no_grad():
+        assert torch.equal(trained(tokens()).logits, served(tokens()).logits)
 
 
 def test_recipes(folder_of: Callable[[str], Path]) -> None:

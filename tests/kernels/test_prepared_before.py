@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from padless.kernels import group_tiles
+from padless.kernels import group_tiles, remembered
 from padless.kernels.group_tiles import TokenGroups
 from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
@@ -31,7 +31,7 @@ class Device(RecordingDevice):
 @pytest.fixture(autouse=True)
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(group_tiles, "_PREPARED", {})
+    monkeypatch.setattr(remembered, "_KNOWN", {})
     monkeypatch.setattr(group_tiles, "load_kernel", lambda driver, source, config, index: (KERNEL, config))
 
 
@@ -101,7 +101,7 @@ def test_what_differs_is_packed_anew(host: Any, make: Callable[[], Given], monke
 
 
 def test_no_more_are_kept_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_tiles, "_MOST_PREPARED", 3)
+    monkeypatch.setattr(remembered, "_MOST", 3)
     made: list[int] = []
     device, x = Device("sm_90a", "cubin", 132), torch.empty(1)
     for i in (1, 2, 3, 1, 2, 3, 4, 1):

@@ -70,7 +70,7 @@ def test_more_groups_than_lanes_and_groups_of_nothing(device: Device, sizes: tup
 def test_without_offs_there_is_one_group_of_all_rows(device: Device) -> None:
     for m in (0, 1, 64, 128, 129, 5000):
         for block_m in BLOCKS_M:
-            assert device.table(None, m, block_m) == Table([m], [0], [0], [m], [-(-m // block_m)])
+            assert device.table(None, m, block_m) == Table([m], [0], [-(-m // block_m)] if m else [])
         expected = twin([m], m, 200, (128, 128, 8))
         numbers = list(range(len(expected) + 1))
         assert device.tiles_at(None, m, 200, (128, 128, 8), numbers) == [*expected, None]
@@ -150,9 +150,10 @@ def test_clamped_ends_leaves_right_offs_alone(sizes: list[int], past: int) -> No
 def test_the_device_makes_the_same_of_wrong_offs(device: Device, offs: list[int], m: int, block_m: int) -> None:
     table = device.table(offs, m, block_m)
     assert table.cleaned == clamped_ends(offs, m)
-    assert list(zip(table.groups, table.starts, table.ends, strict=True)) == walk_of_groups(offs, m)
-    sizes = [end - start for start, end in zip(table.starts, table.ends, strict=True)]
-    assert table.tile_ends == list(itertools.accumulate(-(-size // block_m) for size in sizes))
+    walk = walk_of_groups(offs, m)
+    assert table.groups == [group for group, _, _ in walk]
+    with_rows = [end - start for _, start, end in walk if end > start]
+    assert table.tile_ends == list(itertools.accumulate(-(-size // block_m) for size in with_rows))
     shape = (block_m, 192, 3)
     expected = twin(offs, m, 400, shape)
     assert device.tiles_at(offs, m, 400, shape, list(range(len(expected) + 1))) == [*expected, None]
@@ -222,6 +223,39 @@ def test_without_a_counter_the_shares_are_fixed(device: Device) -> None:
         assert [tile for w, tile in entries if w == worker] == [*expected[worker::5], None]
 
 
+def many_groups() -> dict[str, list[int]]:
+    """Sizes of many groups, few and many of which have rows: none, one, equal, drawn, of few sizes, in order."""
+    r = random.Random(5)
+    drawn = {}
+    for count in (33, 64, 65, 255, 512, 1024, 4095, 4096):
+        some = [0] * count
+        for g in r.sample(range(count), min(count, 10)):
+            some[g] = r.randint(1, 3)
+        drawn |= {
+            f"{count}, none": [0] * count,
+            f"{count}, the last": [0] * (count - 1) + [70],
+            f"{count}, ten": some,
+            f"{count}, equal": [3] * count,
+            f"{count}, drawn": [r.choice((0, 0, 1, r.randint(0, 300))) for _ in range(count)],
+            f"{count}, ascending": list(range(count)),
+        }
+    return drawn
+
+
+@pytest.mark.parametrize("sizes", many_groups().values(), ids=many_groups().keys())
+def test_many_groups(device: Device, sizes: list[int]) -> None:
+    """Up to 512 groups with rows have their places counted; the order of more is merged."""
+    offs, walk = ends_of(tuple(sizes)), walk_of_groups(ends_of(tuple(sizes)), sum(sizes))
+    table = device.table(offs, sum(sizes), 64)
+    assert table.cleaned == offs
+    assert table.groups == [group for group, _, _ in walk]
+    assert table.tile_ends == list(
+        itertools.accumulate(-(-(end - start) // 64) for _, start, end in walk if end > start)
+    )
+    wrong = [*offs[:-1], 10**9]  # the last end is wrong: all are cleaned
+    assert device.table(wrong, sum(sizes), 64) == table
+
+
 def test_a_fast_worker_gets_more(device: Device) -> None:
     """The point of the counter: the shares follow the speeds and not the numbers."""
     offs = ends_of((64,) * 200)
@@ -238,9 +272,11 @@ PLANTED = {
     "last_band": ("device/scheduler.cuh", "in_band / height", "in_band / RASTER_M"),
     "off_by_one": ("device/scheduler.cuh", "number >= table.tile_ends", "number > table.tile_ends"),
     "tail_rows": ("device/scheduler.cuh", "? end - tile.row : BLOCK_M", "? BLOCK_M : BLOCK_M"),
-    "equal_groups": ("device/scheduler.cuh", "other == rows && h < g", "other == rows && h <= g"),
-    "second_warp_of_groups": ("device/group_table.cuh", "tiles += before", "tiles += 0"),
-    "past_m": ("device/group_table.cuh", "end = end > m ? m : end", "end = end"),
+    "equal_groups": ("device/sorted_groups.cuh", "rows_b == rows_a && b < a", "rows_b == rows_a && b > a"),
+    "equal_groups_of_few": ("device/sorted_groups.cuh", "others.z == own && j + 2 < i", "others.z == own && j + 2 > i"),
+    "itself_before": ("device/sorted_groups.cuh", "others.y == own && j + 1 < i", "others.y == own && j + 1 <= i"),
+    "second_warp_of_groups": ("device/group_table.cuh", "tile_ends[i] += before", "tile_ends[i] += 0"),
+    "past_m": ("device/sorted_groups.cuh", "end = end > m ? m : end", "end = end"),
 }
 PLANTED_IN_THE_FIRST_TILE = {
     "neighbour": ("device/tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
@@ -271,8 +307,8 @@ def test_a_planted_bug_is_detected(tmp_path: Path, planted: tuple[str, str, str]
     device = build(tmp_path, (shape,), planted)
     pick = random.Random(5)
     differ = False
-    for _ in range(60):
-        sizes = tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40))))
+    for _ in range(40):
+        sizes = tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40, 40, 40, 700))))
         offs = ends_of(sizes)
         m = pick.choice((offs[-1], offs[-1] // 2))
         expected = twin(offs, m, 400, shape)

@@ -224,7 +224,7 @@ def weight(rows: int, K: int, fmt: object = FP8_BLOCK, **options: object) -> Blo
 
 WRONG = {
     "weights must not be empty": lambda: stack_experts([]),
-    "weights must be FP8_BLOCK with plain scales, weights[1] is MXFP8": lambda: stack_experts(
+    "weights must be FP8_BLOCK with scales of weights, weights[1] is MXFP8": lambda: stack_experts(
         [weight(4, 128), weight(4, 128, MXFP8)]
     ),
     "weights must all be (4, 128), weights[1] is (5, 128)": lambda: stack_experts([weight(4, 128), weight(5, 128)]),

@@ -368,7 +368,8 @@ def test_every_field_reaches_the_prelude() -> None:
     gated = replace(base, activation="swiglu_interleaved")
     rules = (None, GateRule(), GateRule(alpha=2.0), GateRule(limit=2.0), GateRule(up_offset=2.0))
     assert len({prelude_of(replace(gated, gate_rule=rule)) for rule in rules}) == len(rules)
-    assert {*changes, "gate_rule"} == {field.name for field in fields(Epilogue)}
+    assert prelude_of(replace(gated, gate_in_bf16=True)) != prelude_of(gated)
+    assert {*changes, "gate_rule", "gate_in_bf16"} == {field.name for field in fields(Epilogue)}
     for field, value in changes.items():
         assert prelude_of(replace(base, **{field: value})) != prelude_of(base), field
 

@@ -1,4 +1,4 @@
-"""The first projection in one launch: the bits of the public call, and packed launches that are found again."""
+"""The first projection in one launch: the bits of two launches, and packed launches that are found again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm_swiglu_quant
-from padless.moe import fused
-from padless.moe.layer import ACTIVATIONS, gathered
+from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
+from padless.kernels import remembered
+from padless.moe import Activation, activate_quantize, fused
+from padless.moe.layer import ACTIVATIONS, Projection, gathered
+from padless.runtime import driver
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
 from support.triton_cases import bits
 
@@ -28,18 +30,16 @@ def operands(pair: Any) -> tuple[Any, Any, Any, Any]:
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
-def test_bits_of_the_public_call(pair: Any, has_bias: bool, gate_up: str) -> None:
+def test_bits_of_two_launches(pair: Any, has_bias: bool, gate_up: str) -> None:
     a, w, offs, format = operands(pair)
     bias = torch.randn(5, 256).bfloat16() if has_bias else None
     scale = torch.tensor([0.02]) if format == NVFP4 else None
     got = fused.swiglu(a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None)
-    out = grouped_gemm_swiglu_quant(
-        gate_up=gate_up, a_tensor=a, b_tensor=w, padded_offsets=offs, d_format=format, bias_tensor=bias,
-        row_layout=None if format in (None, FP8_BLOCK) else "plain", global_scale_tensor=scale, column_output=False,
-    )  # fmt: skip
+    product = Projection(w, bias, None).product(a, offs)
+    want = activate_quantize(product, Activation(gate_up=gate_up), format, global_scale=scale, offs=offs)
     end = int(offs[-1])
-    want = out["d_tensor"] if format is None else out.row
     if isinstance(got, BlockScaledTensor):
+        assert isinstance(want, BlockScaledTensor)
         assert torch.equal(bits(got.data[:end]), bits(want.data[:end]))
         assert torch.equal(bits(got.scale[:end]), bits(want.scale[:end]))
         assert got.scale.stride() == want.scale.stride()
@@ -67,7 +67,8 @@ def call(launches: Launches, a: Any, w: Any, offs: torch.Tensor, tensors: Any, f
     with (
         mock.patch.object(fused, "prepare", launches),
         mock.patch.object(fused, "_check"),
-        mock.patch.object(fused.launch_cache, "current_stream", return_value=0),
+        mock.patch.object(torch.Tensor, "is_cuda", True, create=True),
+        mock.patch.object(driver, "current_stream", return_value=0),
     ):
         fused._launch(a, w, offs, fused.epilogue_of("concatenated", False, format), tensors)
 
@@ -78,7 +79,7 @@ def outputs(a: Any, w: Any, format: Any = FP8_BLOCK) -> fused.EpilogueTensors:
 
 
 def test_a_launch_is_found_again_by_what_it_depends_on() -> None:
-    fused._LAUNCHES.clear()
+    remembered.forget()
     a, w, offs, _ = operands((FP8_BLOCK, None))
     tensors, launches = outputs(a, w), Launches()
     for _ in range(3):
@@ -101,14 +102,14 @@ def test_a_launch_is_found_again_by_what_it_depends_on() -> None:
     assert launches.packed == 1 + len(others)
     call(launches, a, w, offs, outputs(a, w, MXFP8), MXFP8)
     assert launches.packed == 2 + len(others)
-    fused._LAUNCHES.clear()
+    remembered.forget()
 
 
 def test_a_launch_with_copies_is_not_kept() -> None:
-    fused._LAUNCHES.clear()
+    remembered.forget()
     a, w, offs, _ = operands((FP8_BLOCK, None))
     tensors, launches = outputs(a, w), Launches((torch.zeros(1),))
     for _ in range(2):
         call(launches, a, w, offs, tensors)
     assert (launches.packed, launches.launched) == (2, 2)
-    assert fused._LAUNCHES == {}
+    assert remembered._KNOWN == {}

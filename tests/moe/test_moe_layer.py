@@ -256,9 +256,9 @@ def test_weights_that_require_grad(name: str, part: str) -> None:
         parts = {"scale": w.scale.clone(), "global_scale": None}
     parts[part].requires_grad_()
     with pytest.raises(ValueError, match=f"{part} requires grad.*detach"):
-        BlockScaledTensor(w.data, parts["scale"], w.format, parts["global_scale"])
+        BlockScaledTensor(w.data, parts["scale"], w.format, parts["global_scale"], w.scale_layout)
     with torch.no_grad():
-        weights = BlockScaledTensor(w.data, parts["scale"], w.format, parts["global_scale"])
+        weights = BlockScaledTensor(w.data, parts["scale"], w.format, parts["global_scale"], w.scale_layout)
         assert not replace(layer, **{name: weights}).run(moe).requires_grad
 
 

@@ -10,6 +10,7 @@ import torch
 
 from padless.nn import DelayedWgrad, Experts, GroupedLinear, MoE, graphed, graphs
 from padless.nn.graphs import Graphed
+from padless.verify.fuzz.place import place_of
 from padless.verify.training import graphs as verified
 from support import training_layer
 from support.replays import again
@@ -241,19 +242,23 @@ def test_gradients_in_the_graphs_memory_are_seen(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_the_check_of_verify_passes() -> None:
-    verified.check_graphed_layer("cpu", Graphed)
+    place = place_of("reference")
+    verified.check_graphed_layer(place, Graphed)
+    assert "elements" in place.judge.outcome()
 
 
 def test_the_check_of_verify_finds_stale_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs._Codes, "refresh", lambda self: None)
+    place = place_of("reference")
+    verified.check_graphed_layer(place, Graphed)
     with pytest.raises(AssertionError, match="another weight"):
-        verified.check_graphed_layer("cpu", Graphed)
+        place.judge.outcome()
 
 
 @pytest.mark.gpu
 def test_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    verified.check_graphed_layer()
+    assert verified.CHECK()
 
 
 def test_another_parameter_or_recipe_is_refused() -> None:

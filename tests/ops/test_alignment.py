@@ -13,7 +13,7 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
-from padless.ops import launch_cache
+from padless.kernels import remembered
 from support.public_calls import (
     CALLS,
     OFFS,
@@ -141,7 +141,7 @@ def test_what_the_reference_took_is_looked_at_before_a_kernel_takes_it(monkeypat
     """Tensors that say they are on a GPU: what passed the checks of one backend has not passed those of another."""
     arguments = with_moved(operands("FP8_BLOCK", 3) | {"offs": OFFS}, "b.data")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(launch_cache, "_KNOWN", {})
+    monkeypatch.setattr(remembered, "_KNOWN", {})
     monkeypatch.setattr(MODULE, "device_of", lambda backend, out: None)
     padless.grouped_gemm(**arguments, backend="reference")
     with pytest.raises(ValueError, match=r"^b\.data is at address 0x"):

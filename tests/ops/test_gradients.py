@@ -13,7 +13,8 @@ import torch
 import padless
 from padless import checkpoints, layouts
 from padless.formats import FP8_BLOCK
-from padless.ops import launch_cache
+from padless.kernels import remembered
+from padless.runtime import driver
 from support.public_calls import CALLS, GROUPS, OFFS, K, M, N, normal, product, same, tensors_in
 
 REFUSED = (
@@ -144,14 +145,13 @@ def test_a_remembered_launch_is_not_repeated(monkeypatch: pytest.MonkeyPatch) ->
     names = ("a.data", "a.scale", "a.global_scale", "b.data", "b.scale", "b.global_scale", "out", "a")
     calls = [product() if name != "a" else product() | {"a": normal(M, K).bfloat16()} for name in names]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(launch_cache, "_KNOWN", {})
-    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 0)
+    monkeypatch.setattr(remembered, "_KNOWN", {})
+    monkeypatch.setattr(driver, "current_stream", lambda index: 0)
     for name, arguments in zip(names, calls, strict=True):
         a, b, offs, out = (arguments[key] for key in ("a", "b", "offs", "out"))
         launches: list[int] = []
-        _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None, None)
-        missed.remember_checked(a, b, out)
-        missed.remember_launch(out, None, launches.append)
+        known = {remembered.facts_of((None,), out): launches.append}
+        remembered.remember(remembered.facts_of(("grouped_gemm",), a, b, offs, offs=offs), known)
         padless.grouped_gemm(**arguments)
         assert len(launches) == 1
         dict(tensors_in(arguments, ""))[name].requires_grad_()

@@ -13,7 +13,8 @@ import torch
 import padless
 from padless import layouts
 from padless.formats import MXFP8, NVFP4, BlockScaledTensor
-from padless.ops import launch_cache
+from padless.kernels import remembered as memory
+from padless.runtime import driver
 from support.ragged import GuardedOutput
 
 M, N, K = 300, 64, 96
@@ -80,7 +81,7 @@ def test_another_number_of_global_scales_is_refused(groups: int, backend: str | 
 def test_the_dense_product_takes_one_global_scale() -> None:
     made, w = activations(NVFP4, offsets()), padless.quantize(normal(N, K), NVFP4, kind="weight")
     a = BlockScaledTensor(made.data, made.scale, NVFP4, made.global_scale)
-    b = BlockScaledTensor(w.data, w.scale, NVFP4, torch.rand(3))
+    b = BlockScaledTensor(w.data, w.scale, NVFP4, torch.rand(3), w.scale_layout)
     one = BlockScaledTensor(made.data, made.scale, NVFP4, made.global_scale[:1])
     for backend in BACKENDS:
         with pytest.raises(ValueError, match=r"^a\.global_scale has 4 values"):
@@ -221,8 +222,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors in host memory that say they are on a GPU, whose values cannot be read."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
-    monkeypatch.setattr(launch_cache, "_KNOWN", {})
-    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 0)
+    monkeypatch.setattr(memory, "_KNOWN", {})
+    monkeypatch.setattr(driver, "current_stream", lambda index: 0)
     for reading in ("tolist", "item", "__int__", "__bool__", "clone"):
         monkeypatch.setattr(torch.Tensor, reading, lambda *_: pytest.fail("waits for the GPU"))
 
@@ -281,9 +282,9 @@ class Remembered:
 
 def remembered(a: BlockScaledTensor, offs: torch.Tensor) -> Remembered:
     made = Remembered(a, offs)
-    _, missed = launch_cache.launch_again("grouped_gemm", *made.arguments, made.out, made.out.dtype, None, None)
-    missed.remember_checked(*made.arguments[:2], made.out)
-    missed.remember_launch(made.out, None, made.launch)
+    facts = memory.facts_of(("grouped_gemm",), *made.arguments, offs=made.arguments[2])
+    assert facts is not None
+    memory.remember(facts, {memory.facts_of((None,), made.out): made.launch})
     return made
 
 

@@ -209,7 +209,7 @@ def test_a_tensor_that_a_program_made_remembers_its_groups() -> None:
 def test_parts_with_other_global_scales_become_nan_in_a_program() -> None:
     class Joined(torch.nn.Module):
         def forward(self, data: torch.Tensor, scale: torch.Tensor, one: torch.Tensor, two: torch.Tensor) -> Any:
-            parts = [padless.BlockScaledTensor(data, scale, NVFP4, shared) for shared in (one, two)]
+            parts = [padless.BlockScaledTensor(data, scale, NVFP4, shared, w.scale_layout) for shared in (one, two)]
             return checkpoints.concatenate_rows(parts).global_scale
 
     w, one = weight(), torch.tensor([0.5])

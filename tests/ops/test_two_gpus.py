@@ -169,7 +169,7 @@ def test_a_launch_in_the_current_context_is_seen(
     def launch(self: Any, stream: int) -> None:
         self._driver._check("cuLaunchKernelEx", self._call(stream)())
 
-    monkeypatch.setattr(driver._CudaLaunch, "__call__", launch)
+    monkeypatch.setattr(driver.CudaLaunch, "__call__", launch)
     with two_gpus.pretended(library, HOPPER) as gpus, pytest.raises(DriverError, match="CUresult 400"):
         launched(gpus, SOME[0], calls[SOME[0]])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,46 +11,11 @@ import torch
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from padless.quantization.triton import launches  # noqa: E402
-
-
-class _Utils:
-    def load_binary(self, *arguments: Any) -> tuple[int, ...]:
-        return 1, 2, 3, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 228000, "multiprocessor_count": 132}
-
-
-class _Driver:
-    """A Hopper GPU that writes down its launches: hash of the kernel's code, number of programs, arguments."""
-
-    def __init__(self) -> None:
-        self.utils = _Utils()
-        self.launched: list[tuple[Any, ...]] = []
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def launch(programs: int, *rest: Any) -> None:
-            # Behind the other two sizes of the grid: stream, function, metadata of two kinds, two hooks, arguments.
-            self.launched.append((metadata.hash, programs, rest[:2], rest[2], *rest[8:]))
-
-        return launch
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 77
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-
-_GPU = _Driver()  # one, since Triton keeps a compiled kernel's launcher
+from support import hopper  # noqa: E402
+from support.hopper import Gpu  # noqa: E402
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,11 +30,9 @@ def _kernel(x_ptr, bias_ptr, more_ptr, out_ptr, rows, columns, factor, BLOCK: tl
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> _Driver:
-    monkeypatch.setattr(driver, "_active", _GPU)
-    monkeypatch.setattr(launches, "_KNOWN", {})
-    _GPU.launched = []
-    return _GPU
+def gpu() -> Iterator[Gpu]:
+    with hopper.pretended() as found:
+        yield found
 
 
 def _tensors(dtype: torch.dtype = torch.float32, offset: int = 0) -> list[torch.Tensor]:
@@ -99,30 +64,64 @@ def _calls() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     ]
 
 
-def test_the_second_launch_is_the_first_one_again(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernel, stream and arguments as by Triton's own search, which the second round does not reach."""
+def test_the_second_launch_is_the_first_one_again(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel, stream and arguments as by Triton's own search and launcher, which the second round does not reach."""
     calls = _calls()
     for arguments, options in calls:
         _kernel[(5,)](*arguments, **options)
     wanted, gpu.launched = gpu.launched, []
-    assert len({launched[0] for launched in wanted}) == len(calls) - 1
+    assert len({launched.kernel for launched in wanted}) == len(calls) - 1
     for arguments, options in calls:
         launches.launch(_kernel, 5)(*arguments, **options)
+    assert gpu.launched == wanted
+    gpu.launched, by_triton = [], gpu.by_triton
     monkeypatch.setattr(JITFunction, "run", lambda *arguments, **options: pytest.fail("Triton searched again"))
     for arguments, options in reversed(calls):
         launches.launch(_kernel, 5)(*arguments, **options)
-    assert _comparable(gpu.launched[: len(calls)]) == _comparable(wanted)
-    assert _comparable(gpu.launched[len(calls) :]) == _comparable(reversed(wanted))
+    assert gpu.launched == wanted[::-1]
+    assert gpu.by_triton == by_triton
 
 
-def test_other_tensors_of_the_same_kind_are_launched_with(gpu: _Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensors_of_the_same_kind_are_launched_with(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"BLOCK": 32, "OUT": tl.float32, "num_warps": 1}
     launches.launch(_kernel, 5)(*_tensors(), 64, 3, 0.5, **options)
-    monkeypatch.setattr(JITFunction, "run", lambda *arguments, **options: pytest.fail("Triton searched again"))
     others = _tensors()
-    launches.launch(_kernel, 6)(*others, 65, 7, 1.5, **options)
-    assert gpu.launched[1][1] == 6
-    assert _comparable(gpu.launched)[1][4:11] == (*(t.data_ptr() for t in others), 65, 7, 1.5)
+    _kernel[(6,)](*others, -65, 7, 1.5, **options)
+    monkeypatch.setattr(JITFunction, "run", lambda *arguments, **options: pytest.fail("Triton searched again"))
+    launches.launch(_kernel, 6)(*others, -65, 7, 1.5, **options)
+    assert gpu.launched[2] == gpu.launched[1]
+    assert gpu.launched[2].arguments[:4] == tuple(t.data_ptr().to_bytes(8, "little") for t in others)
+
+
+# What Triton could compile and padless does not launch by itself.
+STRANGE: dict[str, dict[str, Any]] = {
+    "a cluster": {"num_ctas": 2},
+    "scratch memory": {"global_scratch_size": 128},
+    "scratch of a profiler": {"profile_scratch_size": 128},
+    "a cooperative launch": {"launch_cooperative_grid": True},
+}
+
+
+@pytest.mark.parametrize("strange", [*STRANGE, "another parameter", "fewer parameters", "a double", "a late argument"])
+def test_what_is_launched_in_another_way_is_launched_by_triton(gpu: Gpu, strange: str) -> None:
+    options = {"BLOCK": 32, "OUT": tl.float32, "num_warps": 1}
+    arguments = (*_tensors(), 64, 3, 0.5)
+    compiled = _kernel[(5,)](*arguments, **options)
+    assert launches._Compiled.of(compiled, 0, len(arguments)) is not None
+    ptx, kinds = compiled.asm["ptx"], dict(compiled.src.signature)
+    changed = SimpleNamespace(
+        asm={"ptx": ptx}, metadata=SimpleNamespace(**compiled.metadata._asdict() | STRANGE.get(strange, {})),
+        src=SimpleNamespace(signature=kinds), function=compiled.function,
+    )  # fmt: skip
+    if strange == "another parameter":
+        changed.asm["ptx"] = ptx.replace(".param .u32", ".param .u64 extra,\n .param .u32", 1)
+    elif strange == "fewer parameters":
+        changed.asm["ptx"] = ptx.replace("(\n\t.param .u64", "(\n\t.nothing .u64", 1)
+    elif strange == "a double":
+        kinds["factor"] = "fp64"
+    elif strange == "a late argument":
+        kinds["OUT"] = "i32"
+    assert launches._Compiled.of(changed, 0, len(arguments)) is None
 
 
 def test_what_stands_in_for_a_kernel_is_called() -> None:
@@ -150,7 +149,3 @@ def test_which_launches_begin_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADLESS_PROGRAMMATIC_LAUNCH", "0")
     assert not launches.is_programmatic(gpu)
     launches.is_programmatic.cache_clear()
-
-
-def _comparable(launched: Any) -> list[tuple[Any, ...]]:
-    return [tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in each) for each in launched]

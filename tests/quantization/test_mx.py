@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padless import layouts
-from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.quantization.quantize import dequantize, quantize
 from support import slow_formats
 from support.slow_formats import Fraction
@@ -255,3 +255,22 @@ def test_bad_arguments_are_named(message: str) -> None:
     with pytest.raises(ValueError) as error:
         quantize(torch.ones(shape), fmt, **options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "k", "layout"),
+    [
+        (MXFP4, 2880, "blocked"),  # 90 scales a row
+        (MXFP4, 512, "plain"),
+        (NVFP4, 256, "plain"),
+        (NVFP4, 768 - 32, "blocked"),
+        (MXFP8, 2880, "plain"),
+        (FP8_BLOCK, 2880, "plain"),
+    ],
+)
+def test_weights_have_scales_that_kernels_read_in_place(fmt: BlockScaledFormat, k: int, layout: str) -> None:
+    w = torch.randn(2, 40, k)
+    made, plain = quantize(w, fmt, kind="weight"), quantize(w, fmt, kind="weight", scale_layout="plain")
+    assert made.scale_layout == layout
+    assert torch.equal(layouts.plain_scale(made).view(torch.uint8), plain.scale.view(torch.uint8))
+    assert quantize(w[0], fmt).scale_layout == "plain", "activations"

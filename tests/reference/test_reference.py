@@ -220,7 +220,7 @@ def test_any_two_formats(a_format: BlockScaledFormat, b_format: BlockScaledForma
     generator = torch.Generator().manual_seed(21)
     x, w = torch.randn(5, 144, generator=generator), torch.randn(2, 9, 144, generator=generator)
     a = quantize(x, a_format)
-    b = quantize(w * torch.tensor([1.0, 30.0])[:, None, None], b_format, kind="weight")
+    b = quantize(w * torch.tensor([1.0, 30.0])[:, None, None], b_format, kind="weight", scale_layout="plain")
     offs = torch.tensor([2, 5], dtype=torch.int32)
     got = grouped_gemm_reference(a, b, offs, out_dtype=torch.float32)
     exact = grouped_gemm_reference(a, b, offs, out_dtype=torch.float64, accumulate="float64")
@@ -246,7 +246,7 @@ def test_scale_layouts_and_global_scales_per_group_give_the_same_product() -> No
     generator = torch.Generator().manual_seed(22)
     x, w = torch.randn(140, 96, generator=generator), torch.randn(2, 16, 96, generator=generator)
     offs = torch.tensor([5, 137], dtype=torch.int32)
-    plain = [quantize(x, NVFP4, offs=offs), quantize(w, NVFP4, kind="weight")]
+    plain = [quantize(x, NVFP4, offs=offs), quantize(w, NVFP4, kind="weight", scale_layout="plain")]
     blocked = [
         quantize(x, NVFP4, offs=offs, scale_layout="blocked_groups"),
         quantize(w, NVFP4, kind="weight", scale_layout="blocked"),

@@ -201,6 +201,16 @@ assert not wrong, wrong
     assert found.returncode == 0, found.stderr
 
 
+# --- dependencies ----------------------------------------------------------------------------------------
+
+
+def test_every_dependency_and_extra_has_its_reason():
+    page = (ROOT / "docs" / "install.md").read_text()
+    rows = [re.findall(r"`([\w-]+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
+    names = [re.match(r"[\w-]+", each)[0] for each in project()["dependencies"]]
+    assert [name for row in rows for name in row] == names + list(project()["optional-dependencies"])
+
+
 # --- the wheel -------------------------------------------------------------------------------------------
 
 
@@ -238,5 +248,5 @@ def test_a_wheel_carries_the_kernels_and_the_command(wheel):
     assert {"padless/py.typed", "padless/cli/batch_invariance.md"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "tools"))]
     info = f"padless-{padless.__version__}.dist-info"
-    assert "padless = padless.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "padless = padless.__main__:main" in wheel.read(f"{info}/entry_points.txt").decode()
     assert "MIT" in wheel.read(f"{info}/licenses/LICENSE").decode()

@@ -19,7 +19,7 @@ import torch
 
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, select_config
 from padless.kernels.sm90_fp8.host import KERNEL
-from padless.runtime import jit
+from padless.runtime import jit, nvrtc
 
 ARCH = "sm_90a"
 PRELUDE = Sm90Fp8Config().prelude()
@@ -41,16 +41,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What NVRTC was asked to compile from here on."""
-    from cuda.bindings import nvrtc
-
     calls: list[str] = []
-    compile_program = nvrtc.nvrtcCompileProgram
+    compile_text = nvrtc.compile_text
 
-    def counted(program: object, count: int, options: list[bytes]) -> object:
-        calls.append(" ".join(option.decode() for option in options))
-        return compile_program(program, count, options)
+    def counted(text: str, name: str, headers: Any, options: list[str], kinds: Any) -> Any:
+        calls.append(" ".join(options))
+        return compile_text(text, name, headers, options, kinds)
 
-    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", counted)
+    monkeypatch.setattr(nvrtc, "compile_text", counted)
     return calls
 
 

@@ -126,7 +126,7 @@ def write_mxfp4(source: Path, folder: Path) -> Path:
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             quantized[name] = values
             continue
-        q = quantize(values.transpose(1, 2).contiguous(), MXFP4, kind="weight")
+        q = quantize(values.transpose(1, 2).contiguous(), MXFP4, kind="weight", scale_layout="plain")
         experts, n, packed = q.data.shape
         quantized[f"{name}_blocks"] = q.data.view(torch.uint8).reshape(experts, n, packed // 16, 16)
         quantized[f"{name}_scales"] = q.scale.view(torch.uint8)

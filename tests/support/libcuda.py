@@ -13,6 +13,8 @@ import pytest
 
 from padless.runtime import driver
 
+FUNCTION = 0x7000000000020  # the handle of every function of device 0; that of device i lies i << 16 behind
+
 # A libcuda of which every call is one line of a log. Declarations after the CUDA driver API's documentation. As in the
 # real one contexts are a thread's stack, a launch without one fails with 201, and one of a function that was loaded
 # into another context than the current one with 400.

@@ -10,7 +10,7 @@ import torch
 from padless import MXFP8, quantize
 from padless.formats import ceil_div
 from padless.kernels.sm100_mxfp8_wgrad import host
-from padless.verify.problems.wgrad import GuardedGradient
+from support.weight_gradients import GuardedGradient
 
 Operand = tuple[torch.Tensor, torch.Tensor]
 
@@ -65,7 +65,7 @@ def group_of(problem: Columns, group: int) -> Columns:
 def launched(driver: Any, problem: Columns, config: Any, onto: torch.Tensor | None = None) -> torch.Tensor:
     """The kernel's result, in a guarded output of NaN, or ``onto`` what was there."""
     shape = (len(problem.sizes), problem.dy[0].shape[1], problem.x[0].shape[1])
-    guarded = GuardedGradient(shape, config.out_dtype, "cpu", onto)
+    guarded = GuardedGradient(shape, config.out_dtype, onto)
     host.prepare(driver, problem.dy, problem.x, problem.offs, guarded.out, config).launch(0)
     guarded.check()
     return guarded.out

@@ -25,19 +25,19 @@ BLOCKS_M = (64, 128, 256)
 BLOCKS_N = (128, 192, 256)
 RASTERS = (3, 8, 16)
 ALL_SHAPES: tuple[Shape, ...] = tuple(itertools.product(BLOCKS_M, BLOCKS_N, RASTERS))
-HEADERS = ("device/pipeline.cuh", "device/scheduler.cuh", "device/group_table.cuh", "device/tile_queue.cuh")
+HEADERS = tuple(
+    f"device/{name}.cuh" for name in ("pipeline", "scheduler", "sorted_groups", "group_table", "tile_queue")
+)
 
 SHIM = Path(__file__).with_name("schedule_shim.cpp")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of group g end at cleaned[g]; entry i of the others is the i-th group of the walk."""
+    """Rows of group g end at cleaned[g]; entry i of groups is the i-th of the walk, of tile_ends of those with rows."""
 
     cleaned: list[int]
     groups: list[int]
-    starts: list[int]
-    ends: list[int]
     tile_ends: list[int]
 
 
@@ -51,9 +51,10 @@ class Device:
         """What all threads of a CTA see; offs None is the dense problem, one group of m rows."""
         num_groups = 1 if offs is None else len(offs)
         array = ctypes.c_int * num_groups
-        columns = [array() for _ in range(5)]
-        self.library.build_table(block_m, None if offs is None else array(*offs), num_groups, m, *columns)
-        return Table(*map(list, columns))
+        cleaned, groups, tile_ends = (array() for _ in range(3))
+        ends = None if offs is None else array(*offs)
+        active = self.library.build_table(block_m, ends, num_groups, m, cleaned, groups, tile_ends)
+        return Table(list(cleaned), list(groups), tile_ends[:active])
 
     def tiles_at(
         self,

@@ -9,6 +9,9 @@
 
 #define __device__
 #define __forceinline__ inline
+struct int4 {
+    int x, y, z, w;
+};
 
 // Threads are coroutines: one runs until it has to wait for others, and then another does.
 namespace threads {
@@ -91,6 +94,17 @@ static int __shfl_up_sync(unsigned, int value, int distance) {
 static int __shfl_sync(unsigned, int value, int source) {
     return together::exchange(value, source);
 }
+static int __shfl_xor_sync(unsigned, int value, int distance) {
+    return together::exchange(value, threads::me % 32 ^ distance);
+}
+static unsigned __ballot_sync(unsigned, bool value) {
+    unsigned all = unsigned(value) << threads::me % 32;
+    for (int distance = 1; distance < 32; distance *= 2) all |= __shfl_xor_sync(0, all, distance);
+    return all;
+}
+static int __popc(unsigned value) {
+    return __builtin_popcount(value);
+}
 static bool __all_sync(unsigned, bool value) {
     int all = value;
     for (int distance = 1; distance < 32; distance *= 2)
@@ -108,6 +122,7 @@ static void __threadfence() {}
 
 #include "device/pipeline.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 
 // The tile queue of each worker, whose readers take every tile at once. Only what is handed out is of interest here.
@@ -141,7 +156,7 @@ static int atomicAdd(int* address, int value) {
 #include "device/tile_queue.cuh"
 
 namespace {
-constexpr int MOST_GROUPS = 256;
+constexpr int MOST_GROUPS = 4096;
 constexpr int CTA = 64;  // two warps: the table's warp and one more
 struct {
     int block_m;
@@ -154,7 +169,7 @@ template <int BLOCK_M>
 void build_as() {
     const int warp = threads::me / 32, lane = threads::me % 32, groups = input.num_groups;
     if (groups > SMALL_TABLE) {
-        build_large_table<BLOCK_M, CTA>(input.storage, input.offs, groups, input.m, warp, lane);
+        build_large_table<BLOCK_M, CTA>(input.storage, input.offs, groups, input.m, lane);
     } else if (warp == 1) {  // as the kernels do
         const int end = load_group_end(input.offs, groups, input.m, lane);
         store_group(input.storage, place_group<BLOCK_M>(end, groups, input.m, lane), groups, lane);
@@ -186,7 +201,7 @@ template <int M, int N, int R, bool HALF_TILES>
 struct Shape {
     using Order = TileOrder<M, N, R, HALF_TILES>;
     static Order order(int n, int workers) {
-        return Order(input.storage.table(input.num_groups), n, workers);
+        return Order(input.storage.table(), n, workers);
     }
     static int n_of_launch;
 
@@ -251,17 +266,17 @@ static void on_wait(uint32_t address) {
     if (address == shared_address(&launch.wanted[threads::me])) launch.was_asked[threads::me] = true;
 }
 
-// The table of groups; offs null is the dense problem. Each output has num_groups entries.
-extern "C" void build_table(int block_m, const int* offs, int num_groups, int m, int* cleaned, int* groups,
-                            int* starts, int* ends, int* tile_ends) {
+// The table of groups; offs null is the dense problem. Each output has room for num_groups entries, tile_ends those of groups
+// with rows, whose number is the result.
+extern "C" int build_table(int block_m, const int* offs, int num_groups, int m, int* cleaned, int* groups,
+                           int* tile_ends) {
     input.block_m = block_m, input.offs = offs, input.num_groups = num_groups, input.m = m;
     for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
     threads::run(CTA, 0, build);
-    for (int i = 0; i < num_groups; ++i) {
-        cleaned[i] = input.storage.group_ends[i], groups[i] = input.storage.groups[i];
-        starts[i] = input.storage.starts[i], ends[i] = input.storage.ends[i];
-        tile_ends[i] = input.storage.tile_ends[i];
-    }
+    for (int i = 0; i < num_groups; ++i)
+        cleaned[i] = input.storage.sorted.ends[i], groups[i] = input.storage.sorted.order[i];
+    for (int i = 0; i < input.storage.sorted.active; ++i) tile_ends[i] = input.storage.tile_ends[i];
+    return input.storage.sorted.active;
 }
 
 // Both use the last table built. 0, or -1 for a division by zero, or -2 for a shape that is not compiled in.

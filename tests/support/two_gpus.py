@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,9 @@ import torch
 from triton.compiler import CompiledKernel as TritonKernel
 from triton.runtime.jit import KernelInterface
 
-from padless.kernels import launch
+from padless.kernels import launch, remembered, replay
 from padless.moe import fused
 from padless.moe.triton import route
-from padless.ops import grouped_gemm_plain, grouped_gemm_wgrad, grouped_gemm_wgrad_rows, launch_cache
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
 from support import libcuda
@@ -70,11 +70,20 @@ class TwoGpus:
             self._library.stub_set_device(before)
 
     def run_triton(self, *arguments: Any, **options: Any) -> TritonKernel:
-        """Triton launches on the current device."""
+        """Triton launches on the current device, where it loads what it compiled."""
         on = {a.get_device() for a in arguments if isinstance(a, torch.Tensor)}
         assert on == {self.current}, f"tensors are on {on} and cuda:{self.current} is current"
         self.of_triton += 1
-        return object.__new__(TritonKernel)
+        kinds = {torch.Tensor: "*u8", int: "i64", float: "fp32", type(None): "constexpr"}
+        signature = {i: kinds[type(argument)] for i, argument in enumerate(arguments)}
+        types = [{"i64": "u64", "fp32": "f32"}.get(kind, "u64") for kind in signature.values() if kind != "constexpr"]
+        parameters = ", ".join(f".param .{kind} p{i}" for i, kind in enumerate([*types, "u64", "u64"]))
+        found = object.__new__(TritonKernel)
+        found.asm = {"ptx": f".visible .entry kernel({parameters})"}
+        found.src = SimpleNamespace(signature=signature)
+        found.metadata = SimpleNamespace(num_ctas=1, num_warps=4, shared=0, launch_pdl=options.get("launch_pdl", False))
+        found.function = libcuda.FUNCTION + (self.current << 16)
+        return found
 
 
 @contextmanager
@@ -95,8 +104,10 @@ def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[Two
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM * index, raising=False)
-        for module in (launch_cache, grouped_gemm_plain, grouped_gemm_wgrad, grouped_gemm_wgrad_rows):
-            patch.setattr(module, "current_stream", lambda index: STREAM * index)
+        for module in (launches, remembered):
+            patch.setattr(module, "_KNOWN", {})
+        patch.setattr(replay, "_REPLAYS", {})
+        patch.setattr(driver, "current_stream", lambda index: STREAM * index)
         patch.setattr(launch, "compile_kernel", lambda *arguments: KERNEL)
         patch.setattr(jit, "nvrtc_version", lambda: "13.0")
         for kind in (KernelInterface, TritonKernel):

@@ -15,7 +15,7 @@ MAIN, STORAGE, LOAD, MULTIPLY = (
 )
 STORE, SCHEDULE = "device/sm90/piece_store.cuh", "device/longest_first.cuh"
 TILES, QUEUE = "device/gradient_tiles.cuh", "device/tile_queue.cuh"
-RANK = "device/rank_groups.cuh"
+RANK = "device/sorted_groups.cuh"
 STORED = WgradConfig(block_m=128, num_stages=2, out_dtype=torch.float32)
 TWO_WAVES = WgradConfig(block_m=256, num_stages=2, out_dtype=torch.float32)
 TWO_BUFFERS = WgradConfig(block_m=256, num_stages=2)
@@ -335,7 +335,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the groups' order read before it is written",
         ("race", "uninitialised-shared"),
-        ((RANK, "= g;\n    __syncthreads();", "= g;"),),
+        (
+            (
+                RANK,
+                "gather<NUM_THREADS>(rows_together, num_groups);\n        __syncthreads();",
+                "gather<NUM_THREADS>(rows_together, num_groups);",
+            ),
+        ),
     ),
     Bug(
         "scale rows past the end",

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from padless.emulator.fake_driver import emulated_driver
+from padless.testing.compile_ahead import Gpu, kernels_of
 from padless.verify import blackwell as verify_blackwell
 from padless.verify import run as verify
 from padless.verify import small as verify_small
-from padless.verify.blackwell import check_dense_mxfp8, check_problem_lists
+from padless.verify.blackwell import DENSE_CHECK, LISTS_CHECK
+from padless.verify.checks import Check
 
-EMULATED = {"device": "cpu", "backend": "emulator:sm_100a"}
+EMULATED = "emulator:sm_100a"
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +25,21 @@ def _four_multiprocessors() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.slow)])
-def test_dense_products_are_checked(count: int) -> None:
-    assert check_dense_mxfp8(count, **EMULATED).startswith(f"{count} products")
+def test_dense_products_are_checked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_blackwell, "PRODUCTS", count)
+    assert "elements" in DENSE_CHECK.on(EMULATED)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_lists_are_checked(count: int) -> None:
-    assert check_problem_lists(count, **EMULATED).startswith(f"{count} lists")
+def test_lists_are_checked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_blackwell, "PROBLEM_LISTS", count)
+    assert "elements" in LISTS_CHECK.on(EMULATED)
 
 
-@pytest.mark.parametrize("check", [check_dense_mxfp8, check_problem_lists])
-def test_one_wrong_bit_is_seen(check: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("check", [DENSE_CHECK, LISTS_CHECK])
+def test_one_wrong_bit_is_seen(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify_blackwell, "PRODUCTS", 1)
+    monkeypatch.setattr(verify_blackwell, "PROBLEM_LISTS", 1)
     right = verify_blackwell._product
 
     def wrong(a: object, b: object) -> torch.Tensor:
@@ -44,7 +50,7 @@ def test_one_wrong_bit_is_seen(check: object, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(verify_blackwell, "_product", wrong)
     with pytest.raises(AssertionError, match=r"1 of .* elements are wrong"):
-        check(1, **EMULATED)
+        check.on(EMULATED)
 
 
 def test_verify_runs_them_on_blackwell_alone() -> None:
@@ -58,5 +64,13 @@ def test_verify_runs_them_on_blackwell_alone() -> None:
 def test_the_sanitizer_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_small, "small_routes", lambda arch: [])
     monkeypatch.setattr(verify_small, "quant_routes", lambda arch: [])
-    assert verify_small.small_launches("cpu", "emulator:sm_100a", "sm_100a") == 2
-    assert verify_small.small_launches("cpu", "emulator", "sm_90a") == 0
+    sources = [rehearsed(arch) for arch in ("sm_100a", "sm_90a")]
+    assert all(any(kernel in source for source in sources[0]) for kernel in ("sm100_dense", "sm100_grouped"))
+    assert sources[1] == set()
+
+
+def rehearsed(arch: str) -> set[str]:
+    """Sources of what the small launches ask for."""
+    kernels, problems = kernels_of(verify_small.SMALL.rehearsals(arch), Gpu(arch, 148))
+    assert not problems
+    return {kernel.source for kernel in kernels}

@@ -20,7 +20,7 @@ from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.verify import epilogue as verify_epilogue
 from padless.verify import small as verify_small
-from padless.verify.epilogue import check_epilogue, check_epilogue_against_emulator
+from padless.verify.epilogue import check_epilogue_against_emulator
 from padless.verify.problems.epilogue import (
     FENCE,
     GATE_UP,
@@ -120,7 +120,7 @@ def run(seed: int, backend: str, values: bool = False) -> Outputs:
 
 
 def in_place_of_the_gpu(monkeypatch: pytest.MonkeyPatch, backend: str, mistake: Mistake | None = None) -> None:
-    def on_gpu(problem: EpilogueProblem) -> Outputs:
+    def on_gpu(problem: EpilogueProblem, *_: object) -> Outputs:
         is_values = "row_layout" not in problem.options and "d_format" not in problem.options
         values = is_values and problem.options["d_dtype"] == torch.float32 and problem.gate_up is not None
         right = run(problem.seed, backend, values)
@@ -132,15 +132,22 @@ def in_place_of_the_gpu(monkeypatch: pytest.MonkeyPatch, backend: str, mistake: 
     def sums(problem: EpilogueProblem, *_: object) -> torch.Tensor:
         return grouped_gemm(problem.a, problem.b, problem.offs, out_dtype=torch.float32, backend=backend)
 
-    monkeypatch.setattr(verify_epilogue, "_on_gpu", on_gpu)
+    monkeypatch.setattr(verify_epilogue, "run_problem", on_gpu)
     monkeypatch.setattr(verify_epilogue, "_sums", sums)
     monkeypatch.setattr(verify_epilogue, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
     monkeypatch.setattr(verify_epilogue, "quant_routes", lambda arch: [HOPPER])
 
 
+def checked(*seeds: int) -> str:
+    """The check of `padless verify` on problems of Hopper's first route."""
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(verify_epilogue, "problems_of", lambda arch: [(HOPPER, seed) for seed in seeds])
+        return verify_epilogue.CHECK.on("reference", "sm_90a")
+
+
 def test_what_the_reference_computes_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place_of_the_gpu(monkeypatch, "reference")
-    assert check_epilogue(36).startswith("36 problems of 1 routes (0 refused)")
+    assert "elements" in checked(*range(36))
 
 
 def test_problems_go_to_all_routes_in_turn() -> None:
@@ -193,12 +200,12 @@ def test_a_planted_mistake_is_seen_by_both_checks(monkeypatch: pytest.MonkeyPatc
     mistake, wanted, message = MISTAKES[name]
     seed = seed_with(wanted)
     in_place_of_the_gpu(monkeypatch, "reference")
-    assert check_epilogue(1, seed)
+    assert checked(seed)
     emulated = {k: t.numpy().tobytes() for k, t in run(seed, "reference").bytes.items()}
     assert verify_epilogue._compare(drawn()[seed], (emulated, b""))[1] == 0
     in_place_of_the_gpu(monkeypatch, "reference", mistake)
     with pytest.raises(AssertionError, match=message):
-        check_epilogue(1, seed)
+        checked(seed)
     with pytest.raises(AssertionError, match=message):
         verify_epilogue._compare(drawn()[seed], (emulated, b""))
 
@@ -227,10 +234,10 @@ def test_zeros_are_allowed_beside_scales_in_their_tile_and_nowhere_else(monkeypa
         last.zero_()
 
     in_place_of_the_gpu(monkeypatch, "reference", beside)
-    assert check_epilogue(1, seed)
+    assert checked(seed)
     in_place_of_the_gpu(monkeypatch, "reference", alone)
     with pytest.raises(AssertionError, match="row_scale"):
-        check_epilogue(1, seed)
+        checked(seed)
 
 
 @pytest.mark.parametrize("size", [2.0**-23, 2.0**-18])
@@ -248,9 +255,9 @@ def test_swiglu_may_be_off_by_what_its_exponential_explains(monkeypatch: pytest.
     in_place_of_the_gpu(monkeypatch, "reference", off)
     if size > 2.0**-20:
         with pytest.raises(AssertionError, match=r"1 of .* values are further off .* row 0, column 5"):
-            check_epilogue(1, seed)
+            checked(seed)
     else:
-        assert "1 of" in check_epilogue(1, seed)
+        assert checked(seed)
 
 
 def test_beside_the_emulator_a_swiglu_with_the_same_values_has_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +280,7 @@ def test_both_checks_with_the_emulator_in_the_gpus_place(monkeypatch: pytest.Mon
     candidates = [p for p in drawn() if is_rows_of_codes(p) and p.valid_rows > 0]
     seed = min(candidates, key=lambda p: p.valid_rows * p.b.shape[1] * (p.b.shape[2] + 512)).seed
     in_place_of_the_gpu(monkeypatch, "emulator")
-    assert check_epilogue(1, seed).startswith("1 problems of 1 routes")
+    assert checked(seed)
     assert "bytes the same, but 0 that" in check_epilogue_against_emulator(1, seed, workers=1)
 
 
@@ -297,11 +304,17 @@ def test_a_small_quantizing_call_is_allowed_and_writes_every_output(index: int) 
     assert all(not torch.equal(outputs.bytes[name], before[name]) for name in before)
 
 
-def test_the_small_launches_of_a_machine_are_counted() -> None:
+def test_the_small_launches_of_a_machine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, by the reference, with their fences looked at."""
-    launches = verify_small.small_launches("cpu", "reference", "sm_90a")
+    launched: list[str] = []
+    for name in ("grouped_gemm", "run_problem"):
+        right = getattr(verify_small, name)
+        call = lambda *a, right=right, name=name, **options: (launched.append(name), right(*a, **options))[1]  # noqa: E731
+        monkeypatch.setattr(verify_small, name, call)
+    verify_small.SMALL.on("reference", "sm_90a")
     plain = [route.config_class for route in verify_small.small_routes("sm_90a")]
     twice = plain.count(Sm90Bf16Config)
     assert twice == 4
-    assert launches == len(plain) + twice + len(verify_small.QUANT_CALLS) * len(quant_routes("sm_90a"))
+    assert launched.count("grouped_gemm") == len(plain) + twice
+    assert launched.count("run_problem") == len(verify_small.QUANT_CALLS) * len(quant_routes("sm_90a"))
     assert len(plain) == 5

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,9 +13,8 @@ from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import ROUTES
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.testing.guarded import GuardedOutput
 from padless.verify import formats as verify_formats
-from padless.verify.formats import check_formats_accuracy, configs_of, random_formats_problem, routes_of
+from padless.verify.formats import CHECK, configs_of, random_formats_problem, routes_of
 
 
 def test_every_grouped_route_but_the_first_kernels_is_verified() -> None:
@@ -34,32 +36,39 @@ def test_the_draws_reach_all_configurations_layouts_and_output_types() -> None:
     assert torch.equal(again.b.data.view(torch.uint8), problems[7].b.data.view(torch.uint8))
 
 
-def test_the_check_sees_one_wrong_row_and_one_write_past_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole check on the CPU, the reference in the GPU's place: right, then with two planted mistakes."""
+def mistaken(mistake: str | None) -> Callable[..., torch.Tensor]:
+    """The reference's product, with a mistake."""
+
+    def call(a: Any, b: Any, offs: torch.Tensor, *, out: torch.Tensor, **_: Any) -> torch.Tensor:
+        grouped_gemm(a, b, offs, out=out, backend="reference")
+        valid = int(offs[-1])
+        if mistake == "row" and valid > 0:
+            out[valid // 2] = 0
+        if mistake == "element" and valid > 0:
+            out[valid // 2, 0] *= 1.5
+        if mistake == "past" and valid < out.shape[0]:
+            out[valid] = 0
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("row", r"MXFP4 x MXFP4, problem .: rows"),
+        ("element", r"MXFP4 x MXFP4, problem .(;|$)"),
+        ("past", "written outside of the valid rows"),
+    ],
+)
+def test_the_check_sees_a_wrong_row_a_wrong_element_and_a_write_past_the_groups(
+    mistake: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole check on the CPU, the reference in the GPU's place: right, then with a planted mistake."""
     route = next(p for p in routes_of("sm_90a") if (p.config_class, p.a, p.b) == (Sm90Bf16Config, "MXFP4", "MXFP4"))
     monkeypatch.setattr(verify_formats, "routes_of", lambda arch: [route])
-    monkeypatch.setattr(verify_formats, "cuda_driver", lambda: type("D", (), {"arch": "sm_90a"}))
-
-    def on_cpu(mistake: str | None) -> None:
-        def run(path_: object, seed: int) -> tuple[object, torch.Tensor]:
-            problem = random_formats_problem(route, seed)
-            guarded = GuardedOutput(problem.a.shape[0], problem.b.shape[1], problem.dtype)
-            grouped_gemm(problem.a, problem.b, problem.offs, out=guarded.out, backend="reference")
-            valid = int(problem.offs[-1])
-            if mistake == "row" and valid > 0:
-                guarded.out[valid // 2] = 0
-            if mistake == "past" and valid < guarded.out.shape[0]:
-                guarded.out[valid] = 0
-            guarded.check(valid, expect_finite=False)
-            return problem, guarded.out
-
-        monkeypatch.setattr(verify_formats, "_on_gpu", run)
-
-    on_cpu(None)
-    assert check_formats_accuracy(4).startswith("1 routes, worst row error")
-    on_cpu("row")
-    with pytest.raises(AssertionError, match=r"MXFP4 x MXFP4, problem .*: a row is off by"):
-        check_formats_accuracy(4)
-    on_cpu("past")
-    with pytest.raises(AssertionError, match=r"past the .* valid ones were written"):
-        check_formats_accuracy(4)
+    monkeypatch.setattr(verify_formats, "grouped_gemm", mistaken(None))
+    assert "worst row" in CHECK.on("reference", "sm_90a")
+    monkeypatch.setattr(verify_formats, "grouped_gemm", mistaken(mistake))
+    with pytest.raises(AssertionError, match=said):
+        CHECK.on("reference", "sm_90a")

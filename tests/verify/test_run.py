@@ -16,9 +16,10 @@ from rich.console import Console
 
 from padless.runtime.devices import Backend
 from padless.testing import compile_ahead
+from padless.testing.judge import row_errors
 from padless.verify import run as verify
 from padless.verify.formats import emulate_formats, fp8_block_problems, random_formats_problem
-from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT, row_errors
+from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT
 from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
 from support.verify_jobs import pretended_jobs
 
@@ -200,10 +201,13 @@ def test_a_check_that_does_not_exist_is_refused() -> None:
 
 
 def test_only_what_runs_is_rehearsed(monkeypatch: pytest.MonkeyPatch, pretended_gpu: Callable[..., None]) -> None:
-    pretended_gpu({"one": lambda: "right"}, ["first"])
+    def one() -> str:
+        return "right"
+
+    pretended_gpu({"one": one}, ["first"])
     asked: list[object] = []
     monkeypatch.setattr(verify, "rehearsals_of", lambda arch, *names: asked.append((arch, *map(list, names))) or [])
     assert run_verify(sanitizer=False, workers=1, console=Console(file=io.StringIO())) == 0
     monkeypatch.setattr(verify, "_sanitizer", lambda: None)
     assert run_verify(workers=1, console=Console(file=io.StringIO())) == 0
-    assert asked == [("sm_90a", ["one"], [])] * 2
+    assert asked == [("sm_90a", [one], [])] * 2

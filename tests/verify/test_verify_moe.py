@@ -55,13 +55,13 @@ def test_layers_on_the_cpu(index: int) -> None:
     small = (min(sizes[0], 24), *sizes[1:])
     layer = verify_moe.draw_layer(weights, activations, small, options, with_bias, index)
     out = layer.run()
-    verify_moe.same_bits("moe()", out, verify_moe.composed(layer))
+    verify_moe.same_bits("moe()", out, verify_moe.composed(layer, "cpu"))
     limit = verify_moe.BOUNDS[verify_moe.activations_of(weights, activations)]
     assert verify_moe.largest_error(out, layer) < limit
     moved = replace(layer, weights=layer.weights.roll(1, dims=1))
     assert verify_moe.largest_error(moved.run(), layer) > limit or limit > 0.3
     with pytest.raises(AssertionError):
-        verify_moe.same_bits("moe()", moved.run(), verify_moe.composed(layer))
+        verify_moe.same_bits("moe()", moved.run(), verify_moe.composed(layer, "cpu"))
 
 
 def test_both_architectures_have_layers() -> None:
@@ -79,11 +79,10 @@ def test_nan_is_any_nan_but_a_value_is_not() -> None:
 def test_what_the_rehearsal_lists() -> None:
     """Kernels of every pair of formats that the check multiplies."""
     from padless.testing.compile_ahead import Gpu, kernels_of
-    from padless.verify.rehearsals import rehearsals_of
 
     some = (verify_moe.CASES[0], verify_moe.CASES[7])
     with mock.patch.object(verify_moe, "CASES", some):
-        kernels, problems = kernels_of(rehearsals_of("sm_90a", ["MoE layer"], ()), Gpu("sm_90a", 132))
+        kernels, problems = kernels_of(verify_moe.CHECK.rehearsals("sm_90a"), Gpu("sm_90a", 132))
     assert problems == []
     assert {kernel.source for kernel in kernels} >= {
         "sm90_fp8/sm90_fp8_grouped_gemm.cu",
@@ -96,4 +95,4 @@ def test_what_the_rehearsal_lists() -> None:
 def test_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_moe, "DEVICE", "cuda")
     _check_passes()
-    verify_moe.check_layer()
+    verify_moe.CHECK()

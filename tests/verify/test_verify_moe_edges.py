@@ -8,7 +8,10 @@ import torch
 from padless.moe import ops, twins
 from padless.verify import moe as verify_moe
 from padless.verify import moe_edges
+from padless.verify.checks import Check
 from padless.verify.run import jobs_of
+
+LAYERS = Check(moe_edges.check_layer_edges)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,7 @@ def test_edges_are_there() -> None:
 def test_passes_and_layers_on_the_cpu(first_layer: None) -> None:
     """The code of the checks runs; what the first compares are the twins with themselves."""
     assert "bit for bit" in moe_edges.check_edges()
-    assert moe_edges.check_layer_edges("sm_90a") == "7 edges of layers"
+    assert "elements" in LAYERS.on("reference", "sm_90a")
 
 
 @pytest.mark.slow
@@ -55,8 +58,8 @@ def test_operators_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_layers_of_every_format_on_the_cpu() -> None:
-    moe_edges.check_layer_edges("sm_90a")
-    moe_edges.check_layer_edges("sm_100a")
+    LAYERS.on("reference", "sm_90a")
+    LAYERS.on("reference", "sm_100a")
 
 
 @pytest.mark.parametrize("planted", ["route", "gather_quantize", "combine", "combine_backward", "activate_quantize"])
@@ -95,7 +98,7 @@ def test_a_wrong_layer_is_noticed(planted: str, first_layer: None, monkeypatch: 
     else:
         monkeypatch.setattr(torch.ops.padless, "moe_backward", wrong_gradient)
     with pytest.raises(AssertionError):
-        moe_edges.check_layer_edges("sm_90a")
+        LAYERS.on("reference", "sm_90a")
 
 
 @pytest.mark.parametrize(

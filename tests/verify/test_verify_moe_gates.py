@@ -8,19 +8,15 @@ import torch
 from padless.epilogue import GateRule
 from padless.reference import epilogue as reference
 from padless.testing.compile_ahead import Gpu, kernels_of
-from padless.verify import moe as verify_moe
 from padless.verify import moe_gates
-from padless.verify.rehearsals import rehearsals_of
+from padless.verify.checks import Check
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_moe, "DEVICE", "cpu")
+GATES = Check(moe_gates.check_gates)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_on_the_cpu(arch: str) -> None:
-    assert "products" in moe_gates.check_gates(arch)
+    assert "elements" in GATES.on("reference", arch)
 
 
 def test_a_rule_that_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,16 +35,15 @@ def test_a_rule_that_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(moe_gates, "grouped_gemm_epilogue", with_wrong)
     with pytest.raises(AssertionError, match="values of group"):
-        moe_gates.check_gates("sm_90a")
+        GATES.on("reference", "sm_90a")
 
 
 def test_what_the_rehearsal_lists() -> None:
-    kernels, problems = kernels_of(rehearsals_of("sm_90a", ["gated epilogues"], ()), Gpu("sm_90a", 132))
+    kernels, problems = kernels_of(GATES.rehearsals("sm_90a"), Gpu("sm_90a", 132))
     assert problems == []
     assert len(kernels) >= 12
 
 
 @pytest.mark.gpu
-def test_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_moe, "DEVICE", "cuda")
-    moe_gates.check_gates()
+def test_on_the_gpu() -> None:
+    assert GATES()

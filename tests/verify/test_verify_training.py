@@ -9,20 +9,19 @@ import torch
 
 from padless.nn import experts_function
 from padless.testing.compile_ahead import Gpu, kernels_of
-from padless.verify.rehearsals import rehearsals_of
+from padless.verify.fuzz.place import place_of
 from padless.verify.training import layer as check
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "DEVICE", "cpu")
     monkeypatch.setattr(check, "PROBLEMS", ((144, 128),))
     monkeypatch.setattr(check, "CHECKED", {name: check.CHECKED[name] for name in ("fp8", "bf16")})
 
 
 @pytest.mark.slow
 def test_on_the_cpu() -> None:
-    assert "2 recipes of 1 layers" in check.check_training_layer()
+    assert "elements" in check.CHECK.on("reference")
 
 
 def planted_dgrad(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,11 +63,13 @@ def planted_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_microbatches_that_overwrite_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = check.draw(144, 128, 0)
-    check.check_main_grad(problem, check.CHECKED["fp8"])
+    problem, place = check.draw(144, 128, 0), place_of("reference")
+    check.check_main_grad(place, problem, check.CHECKED["fp8"])
+    place.judge.outcome()
     planted_store(monkeypatch)
+    check.check_main_grad(place, problem, check.CHECKED["fp8"])
     with pytest.raises(AssertionError, match="main_grad"):
-        check.check_main_grad(problem, check.CHECKED["fp8"])
+        place.judge.outcome()
 
 
 @pytest.mark.parametrize("plant", [planted_dgrad, planted_wgrad, planted_chance])
@@ -76,12 +77,12 @@ def test_what_is_wrong_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(check, "CHECKED", {"fp8": check.CHECKED["fp8"]})
     plant(monkeypatch)
     with pytest.raises(AssertionError):
-        check.check_training_layer()
+        check.CHECK.on("reference")
 
 
 def test_what_the_rehearsal_lists() -> None:
     """Products of both directions, the activating one, and weight gradients of both modes, stored and added."""
-    kernels, problems = kernels_of(rehearsals_of("sm_90a", ["training layer"], []), Gpu("sm_90a", 132))
+    kernels, problems = kernels_of(check.CHECK.rehearsals("sm_90a"), Gpu("sm_90a", 132))
     assert not problems
     names = " ".join(str(kernel) for kernel in kernels)
     assert "sm90_fp8_wgrad" in names

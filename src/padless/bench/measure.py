@@ -18,7 +18,8 @@ from padless.bench.problem import GroupedProblem, sample_reference
 from padless.bench.results import Record
 from padless.bench.traffic import make_traffic, traffic_contenders
 from padless.testing import machine
-from padless.testing.judge import check, describe, same_bits
+from padless.testing.bits import same_bits
+from padless.testing.judge import check, describe
 from padless.testing.timing import Call, Timer
 
 Found = TypeVar("Found")

@@ -25,6 +25,7 @@ import torch
 from padless.checkpoints import Checkpoint, concatenate_rows, stack_experts
 from padless.formats import NVFP4, BlockScaledTensor
 from padless.integrations.weights import block_scaled
+from padless.layouts import with_kernel_scales
 
 # (gate, up, down)
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -159,13 +160,14 @@ def _at_once(checkpoint: Checkpoint, prefix: str, first: str, experts: Sequence[
     if first == "gate_up_proj":
         alternating = f"{prefix}.{first}_blocks" in checkpoint
         options["gate_up"] = "alternating" if alternating else "concatenated"
-    return LayerExperts(weights[0], weights[1], options)
+    w13, w2 = (with_kernel_scales(t) for t in weights)
+    return LayerExperts(w13, w2, options)
 
 
 def _picked(t: BlockScaledTensor, chosen: list[int]) -> BlockScaledTensor:
     data = t.data.view(torch.uint8)[chosen].view(t.data.dtype)
     scale = t.scale.contiguous().view(torch.uint8)[chosen].view(t.scale.dtype)
-    return BlockScaledTensor(data, scale, t.format)
+    return BlockScaledTensor(data, scale, t.format, None, t.scale_layout)
 
 
 def _chosen(experts: Sequence[int] | None, count: int, prefix: str) -> list[int]:

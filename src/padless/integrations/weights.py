@@ -11,7 +11,7 @@ import torch
 
 from padless.checkpoints import from_deepseek, from_torch
 from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
-from padless.layouts import to_blocked
+from padless.layouts import with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
 
 
@@ -76,14 +76,11 @@ def exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def in_tiles(t: BlockScaledTensor) -> BlockScaledTensor:
-    """t with its scales in 32x4x4 tiles, for a kernel to read where they are; t itself where it reads plain ones so.
+    """t with its scales as kernels read them; t itself where no kernel does, or where it has them so.
 
-    Plain scales of FP4 weights are copied at every product unless a row of them is a multiple of 16 bytes: gpt-oss' 2880
-    columns have 90. In tiles they take as many bytes again while the plain ones are kept, a quarter of a bit a weight.
+    Scales in tiles take as many bytes again while the plain ones are kept, a quarter of a bit a weight.
     """
-    if not is_on_gpu(t) or t.format not in (MXFP4, NVFP4) or t.scale_layout != "plain" or t.scale.shape[-1] % 16 == 0:
-        return t
-    return BlockScaledTensor(t.data, to_blocked(t.scale), t.format, t.global_scale, "blocked")
+    return with_kernel_scales(t) if is_on_gpu(t) else t
 
 
 def is_on_gpu(t: BlockScaledTensor) -> bool:

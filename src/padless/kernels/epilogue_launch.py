@@ -66,6 +66,8 @@ def prelude_of(epilogue: Epilogue) -> str:
         f"#define COLUMN_SCALES SCALES_{_LAYOUTS[epilogue.column_layout if epilogue.column_format else 'plain']}",
     ]
     lines += gate_constants(epilogue.gate_rule)
+    if epilogue.gate_in_bf16:
+        lines.append("#define GATE_IN_BF16 1")
     if epilogue.norm_const and epilogue.format is not None:
         lines.append(f"#define SCALED_MAX {SCALED_MAX[epilogue.scale_rule, epilogue.format]}f")
     return "\n".join(lines) + "\n"

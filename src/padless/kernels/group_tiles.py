@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from padless.kernels import remembered
 from padless.kernels.config import MAX_GROUPS
-from padless.kernels.launch import KernelConfig, Prepared, keep, load_kernel, persistent_grid
+from padless.kernels.launch import KernelConfig, Prepared, load_kernel, persistent_grid
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 _LINE = 16  # bytes of a copy
@@ -50,10 +51,6 @@ def fits(offs: torch.Tensor, *values: torch.Tensor) -> bool:
     )
 
 
-_PREPARED: dict[tuple[Any, ...], Prepared] = {}
-_MOST_PREPARED = 4096
-
-
 def prepared_before(
     driver: Driver,
     source: str,
@@ -73,13 +70,12 @@ def prepared_before(
     device = tensors[0].device.index or 0
     addresses = [0 if t is None else t.data_ptr() for t in pointers]
     facts = (source, device, *settings, *addresses, *integers)
-    if tensors[0].is_cuda and (found := _PREPARED.get(facts)) is not None:
-        return found
+    is_kept = tensors[0].is_cuda
+    if is_kept and (found := remembered.known(facts)) is not None:
+        return found  # type: ignore[no-any-return]
     kernel, function = load_kernel(driver, source, config(), device)
     grid = persistent_grid(driver.num_sms(device) * ctas_per_sm, num_tiles)
     arguments: list[Argument] = [*((address, 8) for address in addresses), *((value, 4) for value in integers)]
     shape = LaunchShape(grid, kernel.num_threads, 1)
     prepared = Prepared(driver.prepare(function, kernel, shape, arguments, tensors))
-    if tensors[0].is_cuda:
-        keep(_PREPARED, _MOST_PREPARED, facts, prepared)
-    return prepared
+    return remembered.remember(facts, prepared) if is_kept else prepared

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import Field, dataclass
-from functools import lru_cache
+from dataclasses import Field
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
-import torch
-
 from padless.formats import ceil_div
-from padless.runtime.driver import Driver, PreparedLaunch
+from padless.kernels.remembered import Prepared as Prepared
+from padless.runtime.driver import ByAddress, Driver
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A packed launch, and the copies of operands that were made for this call alone.
-
-    The copies have to live until the launch is under way; a launch that has any cannot be used again.
-    """
-
-    launch: PreparedLaunch
-    copies: tuple[torch.Tensor, ...] = ()
-
-
-def keep(memo: dict[Any, Any], most: int, key: object, value: object) -> None:
-    """Keeps what was made from ``key``; a memo that holds ``most`` begins anew."""
-    if len(memo) >= most:
-        memo.clear()
-    memo[key] = value
 
 
 class KernelConfig(Protocol):
@@ -88,7 +69,7 @@ _COUNTERS: dict[tuple[KernelConfig, int], dict[int, int]] = {}
 _COUNTERS_GUARD = threading.Lock()
 
 
-def tile_counter(config: KernelConfig, device: int, out_address: int) -> int:
+def tile_counter(config: KernelConfig, device: int, out_address: int) -> ByAddress:
     """The kernel's tile counter for launches that write to ``out_address``, or -1 when all are taken.
 
     Launches that run at the same time need different counters. Those that write to one address cannot run at the same
@@ -97,6 +78,14 @@ def tile_counter(config: KernelConfig, device: int, out_address: int) -> int:
     """
     with _COUNTERS_GUARD:
         taken = _COUNTERS.setdefault((config, device), {})
+    return ByAddress(_counter(taken, out_address), out_address, partial(_counter, taken))
+
+
+def _counter(taken: dict[int, int], out_address: int) -> int:
+    known = taken.get(out_address)
+    if known is not None:
+        return known
+    with _COUNTERS_GUARD:
         if out_address not in taken and len(taken) == _NUM_COUNTERS:
             return -1
         return taken.setdefault(out_address, len(taken))

@@ -1,8 +1,7 @@
 """Activation functions between an expert's two projections: `Activation` and their arithmetic in torch.
 
-All of it is float32, every operation that is written rounded once to nearest even. The exponential is a polynomial, not
-the library's or the GPU's, so that the Triton kernel gives these bits. Its reduction and coefficients are those of
-Cephes' expf (Moshier): e^x = 2^n e^r, n = x log2(e) rounded, r = x - n ln 2 with ln 2 in two parts.
+All of it is float32, every operation that is written rounded once to nearest even. The sigmoid is that of
+`padless.quantization.swiglu_rules`, a polynomial, so that Triton's kernel and the GEMM's epilogue give these bits.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.arguments import check_number, is_one_of, shown
+from padless.quantization import swiglu_rules
 from padless.runtime.choices import ActivationKind, GateUp
 
 KINDS = ("swiglu", "geglu", "relu2", "gelu", "silu")
@@ -19,11 +19,6 @@ GATED = ("swiglu", "geglu")
 GATE_UP = ("concatenated", "interleaved", "alternating")
 RUN = 32  # columns of gate, then as many of up, in "interleaved"
 
-EXP_LOW, EXP_HIGH = -87.0, 88.0
-LOG2_E = 1.44269504088896341
-ROUNDER = 12582912.0  # 1.5 * 2^23: adding and subtracting it rounds to an integer
-LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-EXP_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 GELU_SLOPE = 1.5957691216057308  # 2 sqrt(2 / pi)
 GELU_CUBIC = 0.044715
 
@@ -119,22 +114,9 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return (gate * sigmoid(gate * _number(activation.alpha, x))) * up
 
 
-def exponential(x: torch.Tensor) -> torch.Tensor:
-    """e^x for float32 x from EXP_LOW to EXP_HIGH (others count as the nearer end)."""
-    x = x.clamp(EXP_LOW, EXP_HIGH)
-    n = (x * LOG2_E + ROUNDER) - ROUNDER
-    r = (x - n * LN2_HIGH) - n * LN2_LOW
-    p = r * EXP_POLYNOMIAL[0] + EXP_POLYNOMIAL[1]
-    for coefficient in EXP_POLYNOMIAL[2:]:
-        p = p * r + coefficient
-    y = (p * (r * r) + r) + 1.0
-    power = ((n.nan_to_num().to(torch.int32) + 127) << 23).view(torch.float32)
-    return y * power
-
-
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """1 / (1 + e^-x) of float32 x."""
-    return _number(1.0, x) / (1.0 + exponential(0.0 - x))
+    """1 / (1 + e^-x) of float32 x, which counts as at least -87.25: that of `padless.quantization.swiglu_rules`."""
+    return swiglu_rules.sigmoid(x.clamp(min=swiglu_rules.SMALLEST))
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

@@ -1,30 +1,20 @@
-"""First projection with SwiGLU and quantization in the GEMM's epilogue, and which activations that can be.
-
-Packed launches are found again by addresses.
-
-A packed launch depends on addresses, shapes, strides and formats alone. All of them are read at every call and compared,
-as in `padless.launch_cache`, so no operand is kept alive and none is trusted to be what it was.
-"""
+"""First projection with SwiGLU and quantization in the GEMM's epilogue, and which activations that can be."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors, GateRule
 from padless.formats import FP8_BLOCK, MXFP4, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.kernels.launch import keep
+from padless.kernels.launch import Prepared
+from padless.kernels.remembered import facts_of, launch_remembered
 from padless.moe.activation import Activation
-from padless.ops import launch_cache
 from padless.ops.checks import check_operands
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
 from padless.runtime.choices import BackendName
-from padless.runtime.driver import PreparedLaunch
 
-_LAUNCHES: dict[tuple[Any, ...], tuple[PreparedLaunch, tuple[Any, ...]]] = {}
-_MAX_LAUNCHES = 4096
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
 
 
@@ -33,10 +23,9 @@ def fuses(
 ) -> bool:
     """Whether the GEMM's epilogue computes the activation and quantizes: SwiGLU, with a limit, alpha and offset too.
 
-    format: of the activated rows, None for bfloat16. It follows from formats, weights and where they are alone, never
-    from the number of tokens: the epilogue activates float32 sums and the separate pass sums rounded to bfloat16. Gate
-    and up are halves or runs of 32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in
-    FP4 weights, I a multiple of 32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
+    format: of the activated rows, None for bfloat16. The bits are the same either way. Gate and up are halves or runs of
+    32, I a multiple of 64 and the weights' scales plain for halves; or they alternate in FP4 weights, I a multiple of
+    32, but on Blackwell, and for FP8_BLOCK rows: their tiles of few tokens take longer.
     """
     if activation.kind != "swiglu":
         return False
@@ -72,11 +61,18 @@ def epilogue_of(
 ) -> Epilogue:
     """SwiGLU, quantized to format with scales that the next product reads, or rounded to bfloat16 for None."""
     if format is None:
-        return Epilogue(bias=has_bias, activation=f"swiglu_{gate_up}", gate_rule=gate_rule, d_dtype=torch.bfloat16)
+        return Epilogue(
+            bias=has_bias,
+            activation=f"swiglu_{gate_up}",
+            gate_rule=gate_rule,
+            gate_in_bf16=True,
+            d_dtype=torch.bfloat16,
+        )
     return Epilogue(
         bias=has_bias,
         activation=f"swiglu_{gate_up}",
         gate_rule=gate_rule,
+        gate_in_bf16=True,
         row_format=format,
         row_layout="plain_mn" if format == FP8_BLOCK else "plain",
         scale_rule=SCALE_RULES.get(format.name, "rceil"),
@@ -135,42 +131,11 @@ def _launch(
     tensors: EpilogueTensors,
 ) -> None:
     """Launches on the current stream: what was packed for the same addresses, or anew."""
-    key = facts_of(a, weights, offs, epilogue, tensors)
-    known = _LAUNCHES.get(key)
-    if known is None:
+
+    def pack() -> Prepared | None:
         _check(a, weights, offs, epilogue)
-        prepared = prepare(a, weights, offs, epilogue, tensors, "cuda", None)
-        if prepared is None:  # there is nothing to compute
-            return
-        launch = prepared.launch
-        if not prepared.copies:  # a copy has a new address every time
-            a_format = a.format if isinstance(a, BlockScaledTensor) else None
-            named = (a_format, weights.format, epilogue)  # by id in the key: they stay alive
-            keep(_LAUNCHES, _MAX_LAUNCHES, key, (launch, named))
-    else:
-        launch = known[0]
-    launch(launch_cache.current_stream(a.device.index or 0))
+        return prepare(a, weights, offs, epilogue, tensors, "cuda", None)
 
-
-def facts_of(
-    a: BlockScaledTensor | torch.Tensor,
-    weights: BlockScaledTensor,
-    offs: torch.Tensor,
-    epilogue: Epilogue,
-    tensors: EpilogueTensors,
-) -> tuple[Any, ...]:
-    """Everything that a packed launch depends on."""
-    facts: list[Any] = [id(epilogue), id(weights.format), weights.scale_layout, a.device.index]
-    operands = [weights.data, weights.scale, weights.global_scale, offs]
-    if isinstance(a, BlockScaledTensor):
-        facts += [id(a.format), a.scale_layout]
-        operands += [a.data, a.scale, a.global_scale]
-    else:
-        operands.append(a)
     t = tensors
-    for one in (*operands, t.bias, t.global_scale, t.d, t.row_codes, t.row_scale):
-        if one is not None:
-            facts += (one.data_ptr(), one.shape, one.stride(), one.dtype)
-        else:
-            facts.append(None)
-    return tuple(facts)
+    facts = facts_of((epilogue,), a, weights, offs, t.bias, t.global_scale, t.d, t.row_codes, t.row_scale)
+    launch_remembered(facts, pack, offs)

@@ -24,10 +24,12 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
+from padless.kernels import replay
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
 from padless.moe.combining import combine
+from padless.moe.decode import moe_in_one_launch
 from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
 from padless.moe.router import Router, topk
@@ -117,6 +119,16 @@ def moe(
     plain, the activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that
     requires grad is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
+    options = (activation, gate_up, alpha, limit, up_offset, activations, num_experts, out_dtype)
+    inputs = (x, top_k_index, top_k_weights, shared)
+    constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
+    facts = None
+    if ep is None and backend in (None, "cuda"):
+        facts = replay.facts_of(("moe", *options), inputs, constants)
+        if (again := replay.known(facts)) is not None:
+            if (out := again(*inputs)) is not None:
+                return out
+            replay.forget(facts)
     if ep is not None and not hasattr(ep, "_moe"):
         raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
     with nullcontext() if ep is None else ep.checking():
@@ -159,7 +171,11 @@ def moe(
             global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
         )  # fmt: skip
         return result
-    return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
+
+    def forward(x: Any, top_k_index: Any, top_k_weights: Any, shared: Any) -> torch.Tensor:
+        return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
+
+    return replay.run(facts, forward, inputs)
 
 
 def _moe_fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -211,6 +227,14 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
+    if first.backend == second.backend:
+        out = moe_in_one_launch(
+            x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
+            has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
+            backend=first.backend,
+        )  # fmt: skip
+        if out is not None:
+            return out
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)

@@ -17,7 +17,7 @@ from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors, column_scale
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, Prepared, tile_of
 from padless.kernels.table import QUANT, check_config, find_route, format_name
-from padless.ops import launch_cache, traced
+from padless.ops import traced
 from padless.ops.checks import (
     Activation,
     check_alignment,
@@ -30,6 +30,7 @@ from padless.reference.epilogue import epilogue_reference
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.driver import stream_of
 
 # --- sizes ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ def compute(
         return
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
-        prepared.launch(launch_cache.stream_of(data_of(a)) if stream is None else stream)
+        prepared.launch(stream_of(data_of(a)) if stream is None else stream)
     elif chosen_backend(backend, data_of(a)) == "reference":
         check_config(QUANT, format_name(a), b.format.name, config)
         check_offs_values(offs, a.shape[0])

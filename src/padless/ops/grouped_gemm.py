@@ -11,10 +11,11 @@ from typing import cast
 import torch
 
 from padless.arguments import check_flag, check_readable, refuse_kinds, shown
-from padless.formats import BlockScaledTensor
+from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.kernels.launch import KernelChoice, tile_of
+from padless.kernels.remembered import facts_of, keep, known, remember
 from padless.kernels.table import check_config, find_route, format_name
-from padless.ops import launch_cache, traced
+from padless.ops import traced
 from padless.ops.checks import (
     Activation,
     as_int32,
@@ -33,6 +34,9 @@ from padless.ops.outputs import check_outputs
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_readable, is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.driver import stream_of
+
+_MOST_OUTPUTS = 256
 
 
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -129,10 +133,7 @@ def grouped_gemm(
         check_flag("check_offs", check_offs)
         check_operands("grouped_gemm", a, b, offs)
         check_offs_values(offs, data_of(a).shape[0])
-    out, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out_dtype, config, backend)
-    if missed is None:
-        return out
-    return _run(missed, "grouped_gemm", a, b, offs, out, out_dtype, backend, config, check_offs)
+    return _run("grouped_gemm", a, b, offs, out, out_dtype, backend, config, check_offs)
 
 
 def gemm(
@@ -153,25 +154,34 @@ def gemm(
             a, b, None, dense=True, out=out, out_dtype=out_dtype, backend=backend, check_offs=False, config=config
         )
     b = cast("BlockScaledTensor", b)
-    out, missed = launch_cache.launch_again("gemm", a, b, None, out, out_dtype, config, backend)
-    if missed is None:
-        return out
-    return _run(missed, "gemm", a, b, None, out, out_dtype, backend, config)
+    return _run("gemm", a, b, None, out, out_dtype, backend, config)
 
 
 # -------------------------------------------------------------------------------------------------- running
 
 
 def _run(
-    missed: launch_cache.Missed, operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None,
-    out: torch.Tensor | None, out_dtype: torch.dtype, backend: BackendName | None, config: KernelChoice | None,
-    check_offs: bool = False,
+    operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None, out: torch.Tensor | None,
+    out_dtype: torch.dtype, backend: BackendName | None, config: KernelChoice | None, check_offs: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """A call that is not like one before: check, find, prepare, launch. The weights of "gemm" come as (N, K)."""
+    """A call: one like it before is launched again; else check, find, prepare, launch. The weights of "gemm" come as
+    (N, K)."""
+    # Launches are kept by output, of operands that passed every check. One without an output is looked up with a new
+    # one, and packed for that: another allocation would have another address every time.
+    facts = facts_of((operation,), a, b, offs, offs=offs) if backend is None or backend == "cuda" else None
+    launches = known(facts)
+    if launches is not None:
+        if out is None and out_dtype in OUT_DTYPES:
+            out = torch.empty((a.shape[0], b.data.shape[-2]), dtype=out_dtype, device=b.data.device)
+        launch = launches.get(facts_of((config,), out))
+        if launch is not None:
+            launch(stream_of(b.data))
+            return out  # type: ignore[return-value]
+
     # Check what any way of computing needs.
     check_readable(a=a, b=b, offs=offs, out=out)
     weights = as_one_group(b) if operation == "gemm" else b
-    if not missed.checked:
+    if launches is None:
         check_operands(operation, a, weights, offs)
     if is_traced(data_of(a)):
         result = output(a, weights, out, out_dtype, any_n=True)  # kernels differ in it: looked at when the program runs
@@ -188,20 +198,20 @@ def _run(
 
     # Find the device and the kernel, and check what they need.
     driver = device_of(backend, data_of(a))
-    if not missed.checked:
+    if launches is None:
         check_operands_of_kernel(a, weights)
     route = find_route(operation, driver.arch, format_name(a), b.format.name, config)
     result = output(a, weights, out, out_dtype, any_n=route.any_n)
     check_output_of_kernel(result)
     check_outputs([("out", result)], [*tensors_of("a", a), *tensors_of("b", b), ("offs", offs)])
-    if not missed.checked:
-        missed.remember_checked(a, b, result)
+    if launches is None and facts is not None:
+        launches = remember(facts, {})
     if result.numel() == 0 or weights.data.shape[0] == 0:
         return result
 
     # Prepare, and launch.
     prepared = route.load().prepare(driver, a, weights, offs, result, tile_of(config))
-    if not prepared.copies:  # a copy has a new address every time, so there is nothing to remember
-        missed.remember_launch(result, config, prepared.launch)
-    prepared.launch(launch_cache.stream_of(result))
+    if launches is not None and not prepared.copies:  # a copy has a new address every time
+        keep(launches, _MOST_OUTPUTS, facts_of((config,), result), prepared.launch)
+    prepared.launch(stream_of(result))
     return result

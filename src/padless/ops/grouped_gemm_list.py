@@ -8,7 +8,8 @@ import torch
 
 from padless.arguments import check_readable, is_one_of, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
-from padless.kernels.launch import keep
+from padless.kernels.remembered import facts_of, known, remember
+from padless.kernels.remembered import forget as forget
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import PreparedList, prepare_list
 from padless.kernels.table import kernels_arch
@@ -21,11 +22,11 @@ from padless.ops.checks import (
     describe,
     tensors_of,
 )
-from padless.ops.launch_cache import stream_of
 from padless.ops.outputs import check_outputs
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.driver import stream_of
 
 
 def grouped_gemm_list(
@@ -85,34 +86,19 @@ def grouped_gemm_list(
                 check_alignment("out", outputs[i])
         except ValueError as error:
             raise ValueError(f"problem {i}: {error}") from None
-    tensors: list[torch.Tensor | None] = [alpha]
-    for i in kept:
-        tensors += [a[i].data, a[i].scale, a[i].global_scale, b[i].data, b[i].scale, b[i].global_scale, outputs[i]]
-    key = None
-    if outputs[0].is_cuda:
-        described = [t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-        key = (config, a[0].scale_layout, b[0].scale_layout, *described)
-    if (prepared := _PREPARED.get(key)) is None:
+    facts = facts_of(("list", len(a), config), alpha, *outputs, *a, *b)
+    prepared: PreparedList | None = known(facts)
+    if prepared is None:
         _check_memory(a, b, outputs, alpha)
         some = torch.tensor(kept, device=outputs[0].device)
         alphas = alpha if alpha is None or len(kept) == len(a) else alpha.view(-1)[some].contiguous()
         prepared = prepare_list(
             driver, [a[i] for i in kept], [b[i] for i in kept], [outputs[i] for i in kept], alphas, config
         )
-        if key is not None and not prepared.copies and alphas is alpha:
-            keep(_PREPARED, _REMEMBERED, key, prepared)
+        if facts is not None and not prepared.copies and alphas is alpha:
+            remember(facts, prepared)
     prepared.launch(stream_of(outputs[0]))
     return outputs
-
-
-# What depends on addresses, shapes, strides and types alone; a caller that keeps its buffers pays for it once.
-_PREPARED: dict[tuple[object, ...] | None, PreparedList] = {}
-_REMEMBERED = 1024
-
-
-def forget() -> None:
-    """Forgets all tensors that were seen: the next call with them describes them to the device again."""
-    _PREPARED.clear()
 
 
 def _reference(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:

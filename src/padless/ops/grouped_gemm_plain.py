@@ -9,6 +9,7 @@ import torch
 from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
+from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_plain import host
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops import traced
@@ -21,12 +22,11 @@ from padless.ops.checks import (
     describe,
     output,
 )
-from padless.ops.launch_cache import current_stream
 from padless.ops.outputs import check_outputs
-from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.driver import stream_of
 
 _K_MULTIPLE = 8  # rows start at multiples of 16 bytes
 
@@ -50,12 +50,12 @@ def grouped_gemm_plain(
     if config is not None and config is not Bf16PlainConfig and not isinstance(config, Bf16PlainConfig):
         name = config.__name__ if isinstance(config, type) else type(config).__name__
         raise ValueError(f"config is a {name}; plain tensors take a Bf16PlainConfig")
-    settings, inputs = ("plain", dense, config), (a, b, *(() if offs is None else (offs,)))
+    settings, inputs = ("plain", dense, config), (a, b, offs)
     on_gpu = a.is_cuda and backend in (None, "cuda")
     if out is not None and on_gpu and not check_offs:
-        known = known_launch(facts_of(settings, out, *inputs))
-        if known is not None:
-            known(current_stream(out.device.index or 0))
+        launch = known(facts_of(settings, out, *inputs))
+        if launch is not None:
+            launch(stream_of(out))
             return out
     refuse_kinds(a=a, b=b, offs=offs, out=out)
     check_flag("check_offs", check_offs)
@@ -83,7 +83,7 @@ def grouped_gemm_plain(
         return result
     launch_remembered(
         facts_of(settings, result, *inputs) if on_gpu else None,
-        lambda: host.prepare(driver, a, weights, offs, result, tile_of(config)).launch,  # type: ignore[arg-type]
+        lambda: host.prepare(driver, a, weights, offs, result, tile_of(config)),  # type: ignore[arg-type]
         result,
     )
     return result

@@ -9,6 +9,7 @@ import torch
 from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.formats import ceil_div
 from padless.kernels.config import MAX_GROUPS
+from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
@@ -16,13 +17,12 @@ from padless.layouts import ALIGNMENTS, SCALE_BLOCK, GroupedColumns
 from padless.ops import traced
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm_wgrad_rows import grouped_gemm_wgrad_rows
-from padless.ops.launch_cache import current_stream
 from padless.ops.outputs import check_outputs
-from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName
+from padless.runtime.driver import stream_of
 
 _FEATURES_MULTIPLE = 16  # rows of float32 scales, and of the output, start at multiples of 16 bytes
 
@@ -97,8 +97,8 @@ def _of_copies(
     if config is not None and not isinstance(config, WgradConfig):
         raise ValueError(f"config is a {type(config).__name__}; copies of grouped columns take a WgradConfig")
     on_gpu = type(dy) is GroupedColumns and dy.data.is_cuda and backend in (None, "cuda")
-    if out is not None and on_gpu and (known := known_launch(_facts_of(dy, x, out, accumulate, config))) is not None:
-        known(current_stream(out.device.index or 0))
+    if out is not None and on_gpu and (launch := known(_facts_of(dy, x, out, accumulate, config))) is not None:
+        launch(stream_of(out))
         return out
     refuse_kinds(dy=dy, x=x, out=out)
     check_flag("accumulate", accumulate)
@@ -116,7 +116,7 @@ def _of_copies(
         return result
     launch_remembered(
         _facts_of(dy, x, result, accumulate, config) if on_gpu else None,
-        lambda: host.prepare(driver, dy, x, result, accumulate, config).launch,
+        lambda: host.prepare(driver, dy, x, result, accumulate, config),
         result,
     )
     return result
@@ -199,7 +199,7 @@ def _facts_of(
     """Everything that a launch depends on; None for what is no operand."""
     if type(dy) is not GroupedColumns or type(x) is not GroupedColumns:
         return None
-    settings = (accumulate, config, dy.block, x.block, dy.alignment, x.alignment)
+    settings = ("wgrad of columns", accumulate, config, dy.block, x.block, dy.alignment, x.alignment)
     return facts_of(settings, out, *(getattr(o, part) for o in (dy, x) for part in _TENSORS))
 
 

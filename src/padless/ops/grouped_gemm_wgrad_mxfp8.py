@@ -10,10 +10,10 @@ from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.ops.checks import check_alignment, check_ends, check_rows, describe
 from padless.ops.outputs import check_outputs
-from padless.ops.remembered import launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
 from padless.runtime.devices import BackendName
+from padless.runtime.driver import stream_of
 
 _PARTS = ("codes", "scale")
 Operand = tuple[torch.Tensor, torch.Tensor]
@@ -67,7 +67,7 @@ def grouped_gemm_wgrad_mxfp8(
         return result
     stages = 0 if config is None else config.num_stages
     used = Sm100WgradConfig(stages, result.dtype, accumulate)
-    launch_remembered(None, lambda: host.prepare(driver, dy, x, offs, result, used).launch, result)
+    host.prepare(driver, dy, x, offs, result, used).launch(stream_of(result))
     return result
 
 

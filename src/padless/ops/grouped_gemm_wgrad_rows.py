@@ -6,17 +6,17 @@ import torch
 
 from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
+from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops import traced
 from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
-from padless.ops.launch_cache import current_stream
 from padless.ops.outputs import check_outputs
-from padless.ops.remembered import facts_of, known_launch, launch_remembered
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.row_groups import is_traced
 from padless.runtime.devices import BackendName
+from padless.runtime.driver import stream_of
 
 _FEATURES_MULTIPLE, _LEAST_FEATURES = 8, 16  # rows start at multiples of 16 bytes
 
@@ -40,8 +40,8 @@ def grouped_gemm_wgrad_rows(
         _, offs = as_int32(x, offs)
     settings, inputs = ("wgrad of rows", accumulate, config), (dy, x, offs)
     on_gpu = dy.is_cuda and backend in (None, "cuda")
-    if out is not None and on_gpu and (known := known_launch(facts_of(settings, out, *inputs))) is not None:
-        known(current_stream(out.device.index or 0))
+    if out is not None and on_gpu and (launch := known(facts_of(settings, out, *inputs))) is not None:
+        launch(stream_of(out))
         return out
     refuse_kinds(dy=dy, x=x, offs=offs, out=out)
     check_flag("accumulate", accumulate)
@@ -60,7 +60,7 @@ def grouped_gemm_wgrad_rows(
         return result
     launch_remembered(
         facts_of(settings, result, *inputs) if on_gpu else None,
-        lambda: host.prepare(driver, dy, x, ends, result, accumulate, config).launch,
+        lambda: host.prepare(driver, dy, x, ends, result, accumulate, config),
         result,
     )
     return result

@@ -53,7 +53,7 @@ def quantize(
     kind: Kind = "activation",
     scale_major: ScaleMajor | None = None,
     scale_rule: ScaleRule | None = None,
-    scale_layout: ScaleLayout = "plain",
+    scale_layout: ScaleLayout | None = None,
     global_scale: torch.Tensor | float | None = None,
     offs: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
@@ -67,7 +67,8 @@ def quantize(
         zero padding) or "k" (row-major).
     scale_rule: MX formats "rceil" (default) or "floor"; NVFP4 "te" (default) or "torchao".
     scale_layout: "plain", or for one-byte scales "blocked", or for activations "blocked_groups" (with offs);
-        see BlockScaledTensor.
+        see BlockScaledTensor. None is what kernels read in place: "blocked" for FP4 weights whose rows of plain
+        scales are no multiple of 16 bytes (`padless.layouts.of_weight_scales`), else "plain".
     global_scale: NVFP4's decode scale where it is known; one number, or one per group (float32). None
         computes amax / 2688 of x, of each weight of a (G, N, K) x, or of each group of rows where offs is
         given.
@@ -82,6 +83,8 @@ def quantize(
     """
     check_readable(x=x, global_scale=global_scale, offs=offs, rows=rows)
     _check_x(x, format, kind)
+    if scale_layout is None:
+        scale_layout = layouts.of_weight_scales(format, x.shape[-1]) if kind == "weight" else "plain"
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
     if offs is not None and offs.device != x.device:

@@ -16,9 +16,9 @@ the one rounding of each operation (to nearest even, subnormals kept; fma rounds
             and the sums in pairs again, up to one; the blocks are then added one after the other, starting from 0
 
 Without prob its multiplications are left out. The exponential is a polynomial so that a GPU and this file agree: the
-function unit's approximation has no bits of its own that torch could state. It is not the forward's, whose H may differ
-in the last bits. Below -87.25, where s would come near float32's subnormals, a gate counts as -87.25: silu is -1e-36
-there.
+function unit's approximation has no bits of its own that torch could state. The forward pass of `padless.moe` and
+`padless.nn` has the same s. Below -87.25, where s would come near float32's subnormals, a gate counts as -87.25: silu is
+-1e-36 there.
 """
 
 from __future__ import annotations

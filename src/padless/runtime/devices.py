@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import get_args
@@ -38,9 +40,25 @@ def backends() -> dict[str, Backend]:
     return {backend.name: backend for backend in found}
 
 
+_of_thread = threading.local()
+
+
+@contextmanager
+def backend_on_cpu(backend: BackendName) -> Iterator[None]:
+    """In this block this thread's calls on a CPU that name no backend have this one, also those inside of a layer."""
+    before = vars(_of_thread).get("backend", "reference")
+    _of_thread.backend = backend
+    try:
+        yield
+    finally:
+        _of_thread.backend = before
+
+
 def chosen_backend(backend: BackendName | None, tensor: torch.Tensor) -> BackendName:
-    """``backend``; where it is None "cuda" for a tensor on a GPU, else "reference"."""
-    return ("cuda" if tensor.is_cuda else "reference") if backend is None else backend
+    """``backend``; where it is None "cuda" for a tensor on a GPU, else "reference"; see `backend_on_cpu`."""
+    if backend is not None:
+        return backend
+    return "cuda" if tensor.is_cuda else vars(_of_thread).get("backend", "reference")
 
 
 def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
@@ -94,7 +112,7 @@ def _compiler_missing() -> str | None:
     try:
         jit.nvrtc_version()
     except Exception as error:  # an absent or broken library raises whatever its loader likes
-        return f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc 13.0 and cuda-bindings 13"
+        return f"NVRTC cannot be loaded ({error}); install nvidia-cuda-nvrtc 13.0"
     return None
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -22,8 +24,18 @@ from padless.runtime.tensor_map import TensorMapSpec
 # The index of the GPU that is current in this thread. A torch without CUDA has no such function and no GPU to ask for.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 
+# The handle of torch's current stream on a device, by index; as above.
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+def stream_of(t: torch.Tensor) -> int:
+    """The handle of torch's current stream on the device of ``t``; 0 on the CPU."""
+    return current_stream(t.get_device()) if t.is_cuda else 0
+
+
 TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
+_WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,21 @@ Argument = tuple[int, int] | bytes
 
 # A launch with everything packed, to be called with the handle of a stream.
 PreparedLaunch = Callable[[int], None]
+
+
+class ByAddress(int):
+    """An argument that the address of a launch's output chooses: a tile counter's number, or where scratch is.
+
+    elsewhere: what another address chooses; it raises LookupError where there is nothing left to choose.
+    """
+
+    address: int
+    elsewhere: Callable[[int], int]
+
+    def __new__(cls, value: int, address: int, elsewhere: Callable[[int], int]) -> Self:
+        made = super().__new__(cls, value)
+        made.address, made.elsewhere = address, elsewhere
+        return made
 
 
 class Driver(Protocol):
@@ -219,10 +246,17 @@ class CudaDriver:
         tensors: Sequence[torch.Tensor],
     ) -> PreparedLaunch:
         """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory."""
-        return _CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
+        return CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
 
 
-class _CudaLaunch:
+class CudaLaunch:
+    """A packed launch on a GPU.
+
+    device: the index of the GPU.
+    words: its arguments as the driver reads them, each from a 64-bit word on. Who changes them owns the launch (`copy`).
+    counters: by the word that it lies in, every argument that an address chooses.
+    """
+
     def __init__(
         self,
         driver: CudaDriver,
@@ -233,34 +267,69 @@ class _CudaLaunch:
         device: int,
     ) -> None:
         self._driver = driver
-        self._device = device
+        self.device = device
         self._launch = driver._cuda.cuLaunchKernelEx
         self._function = function
         self._shared_bytes = shared_bytes
         self._shape = shape
-        self._values = [_packed(argument) for argument in arguments]
-        self._arguments = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(v) for v in self._values))
+        self.counters: dict[int, ByAddress] = {}
+        self._starts: list[int] = []
+        packed = bytearray()
+        for argument in arguments:
+            self._starts.append(len(packed))
+            if isinstance(argument, bytes):
+                packed += argument
+                continue
+            if isinstance(argument[0], ByAddress):
+                self.counters[len(packed) // 8] = argument[0]
+            packed += (argument[0] & _WORD).to_bytes(8, "little")  # a smaller integer is the lower part
+        self._take(packed)
         attributes = []
         if shape.cluster > 1:
             attributes.append(_Attribute(id=_CLUSTER_DIMENSION, x=shape.cluster, y=1, z=1))
         if shape.programmatic and driver.programmatic:
             attributes.append(_Attribute(id=_PROGRAMMATIC_SERIALIZATION, x=1))
         self._attributes = (_Attribute * len(attributes))(*attributes)
+
+    def _take(self, packed: bytes | bytearray) -> None:
+        self.words = (ctypes.c_uint64 * (len(packed) // 8)).from_buffer_copy(packed)
+        first = ctypes.addressof(self.words)
+        self._pointers = (ctypes.c_void_p * len(self._starts))(*[first + start for start in self._starts])
         # The foreign call with its arguments, one a stream and never changed: threads may share it. Made once, it takes
         # a third of the time.
         self._calls: dict[int, Callable[[], int]] = {}
 
     def __call__(self, stream: int) -> None:
+        if _observers and not is_made(self):
+            return
         call = self._calls.get(stream)
         if call is None:
             call = self._calls[stream] = self._call(stream)
-        code = call() if current_device() == self._device else _INVALID_CONTEXT
+        code = call() if current_device() == self.device else _INVALID_CONTEXT
         if code != 0:
             # A device that torch names need not have its context current: torch makes one current when it is needed.
             if code in (_INVALID_CONTEXT, _INVALID_HANDLE):
-                with self._driver.context_of(self._device):
+                with self._driver.context_of(self.device):
                     code = call()
             self._driver._check("cuLaunchKernelEx", code)
+
+    def copy(self, grid: int | None = None) -> CudaLaunch:
+        """The same launch with words of its own, and another grid where one is given."""
+        other = copy(self)
+        if grid is not None:
+            other._shape = replace(self._shape, grid=grid)
+        other._take(bytes(self.words))
+        return other
+
+    def words_from(self, byte: int) -> ctypes.Array[ctypes.c_uint64]:
+        """The words from a byte of the arguments on: the same memory."""
+        return (ctypes.c_uint64 * (len(self.words) - (byte > 0))).from_buffer(self.words, byte)
+
+    @property
+    def kernel(self) -> tuple[object, ...]:
+        """Kernel, device and options of the launch: all but the values of the arguments."""
+        how = (self.device, self._function.value, self._shared_bytes, self._shape, self._driver.programmatic)
+        return *how, len(self.words), *self._starts, *self.counters
 
     def _call(self, stream: int) -> Callable[[], int]:
         config = _LaunchConfig(
@@ -271,15 +340,41 @@ class _CudaLaunch:
             attributes=self._attributes,
             num_attributes=len(self._attributes),
         )
-        arguments = ctypes.byref(self._arguments)
-        return partial(self._launch, ctypes.byref(config), self._function, arguments, None)
+        pointers = ctypes.byref(self._pointers)
+        return partial(self._launch, ctypes.byref(config), self._function, pointers, None)
 
 
-def _packed(argument: Argument) -> Any:
-    if isinstance(argument, bytes):
-        return (ctypes.c_uint64 * (len(argument) // 8)).from_buffer_copy(argument)
-    value, size = argument
-    return (ctypes.c_int64 if size == 8 else ctypes.c_int32)(value)
+# --- what a thread launches --------------------------------------------------------------------------------
+
+# Is told of every launch, None for one that is not by `CudaLaunch`, and says whether it is made.
+Observer = Callable[["CudaLaunch | None"], bool]
+_observers: dict[int, Observer] = {}  # by thread
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """In this block ``observer`` is told of what this thread launches."""
+    thread = threading.get_ident()
+    before = _observers.get(thread)
+    _observers[thread] = observer
+    try:
+        yield
+    finally:
+        if before is None:
+            del _observers[thread]
+        else:
+            _observers[thread] = before
+
+
+def is_observed() -> bool:
+    """Whether this thread has an observer."""
+    return bool(_observers) and threading.get_ident() in _observers
+
+
+def is_made(launch: CudaLaunch | None) -> bool:
+    """Whether a launch is to be made in this thread, whose observer is told of it."""
+    observer = _observers.get(threading.get_ident())
+    return observer is None or observer(launch)
 
 
 def cuda_driver(device: int = 0) -> CudaDriver:

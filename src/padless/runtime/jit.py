@@ -17,8 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from padless.runtime import elf, operand_reuse
+from padless.runtime import elf, nvrtc, operand_reuse, shipped
 from padless.runtime.disk_cache import cache_dir, write_atomically
+from padless.runtime.nvrtc import CompileError as CompileError
 from padless.runtime.shared_cache import alone, distrust, read_trusted
 
 KERNELS = Path(__file__).parents[1] / "kernels"
@@ -53,10 +54,6 @@ class CompiledKernel:
     spill_bytes: int
     stack_bytes: int
     log: str
-
-
-class CompileError(RuntimeError):
-    """NVRTC refused a kernel: a defect of padless, with the compiler's log."""
 
 
 class Kernel(NamedTuple):
@@ -108,20 +105,42 @@ def listing() -> Iterator[dict[Kernel, None]]:
 
 
 def _load_or_compile(source: str, prelude: str, arch: str, kind: str) -> CompiledKernel:
-    front = f'{prelude}#line 1 "{source}"\n'  # line numbers are the file's own
-    text = front + sources()[source]
-    digest = hashlib.sha256()
-    for part in (nvrtc_version(), operand_reuse.VERSION, arch, kind, *_OPTIONS, front, *_used_sources(source)):
-        digest.update(part.encode())
-        digest.update(b"\0")
-    stem = cache_dir() / f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
+    if kind == "cubin" and (kernel := _shipped(source, prelude, arch)) is not None:
+        return kernel
+    name = cache_name(nvrtc_version(), Kernel(source, prelude, arch, kind))
+    stem = cache_dir() / name
     if (kernel := _read_cache(stem, kind, entry_of(source))) is not None:
         return kernel
-    with alone(stem.name):
+    with alone(name):
         if (kernel := _read_cache(stem, kind, entry_of(source))) is None:
-            kernel = _compile(source, text, arch, kind)
+            kernel = _compile(source, _front(source, prelude) + sources()[source], arch, kind)
             _write_cache(stem, kernel)
     return kernel
+
+
+def _front(source: str, prelude: str) -> str:
+    return f'{prelude}#line 1 "{source}"\n'  # line numbers are the file's own
+
+
+def cache_name(compiler: str, kernel: Kernel) -> str:
+    """Name of a kernel's files, which holds the hash of everything that can change its image."""
+    source, prelude, arch, kind = kernel
+    digest = hashlib.sha256()
+    front = _front(source, prelude)
+    for part in (compiler, operand_reuse.VERSION, arch, kind, *_OPTIONS, front, *_used_sources(source)):
+        digest.update(part.encode())
+        digest.update(b"\0")
+    return f"{Path(source).stem}-{arch}-{digest.hexdigest()[:24]}"
+
+
+def _shipped(source: str, prelude: str, arch: str) -> CompiledKernel | None:
+    """The kernel as padless-cubins has it, for ``arch`` or its family; NVRTC is not even loaded."""
+    if (found := shipped.shipped()) is None:
+        return None
+    for target in (arch, shipped.FAMILIES.get(arch)):
+        if target and (read := found.read(cache_name(found.compiler, Kernel(source, prelude, target, "cubin")))):
+            return _describe(read[0], "cubin", read[1], entry_of(source))
+    return None
 
 
 def _compile(source: str, text: str, arch: str, kind: str) -> CompiledKernel:
@@ -162,53 +181,16 @@ def _used_sources(source: str) -> list[str]:
     return [part for item in sorted(used.items()) for part in item]
 
 
-@lru_cache(maxsize=1)
 def nvrtc_version() -> str:
-    """The compiler's version, such as "13.0". Raises ImportError or RuntimeError when there is none."""
-    from cuda.bindings import nvrtc
-
-    result, major, minor = nvrtc.nvrtcVersion()
-    _check(result)
-    return f"{major}.{minor}"
-
-
-def _check(result: object) -> None:
-    if int(result) != 0:  # type: ignore[call-overload]
-        raise CompileError(f"NVRTC: {result}")
+    """The compiler's version, such as "13.0". Raises OSError or CompileError when there is none."""
+    return nvrtc.version()
 
 
 def _run_nvrtc(text: str, name: str, arch: str, kind: str) -> tuple[bytes, str]:
-    from cuda.bindings import nvrtc
-
-    headers = [(k, v) for k, v in sources().items() if k.endswith(".cuh")]
-    result, program = nvrtc.nvrtcCreateProgram(
-        text.encode(), name.encode(), len(headers), [v.encode() for _, v in headers], [k.encode() for k, _ in headers]
-    )
-    _check(result)
-    try:
-        target = arch if kind == "cubin" else arch.replace("sm_", "compute_")
-        options = [f"--gpu-architecture={target}".encode(), *(o.encode() for o in _OPTIONS)]
-        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        failed = int(result) != 0
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        buffer = _room(size)
-        nvrtc.nvrtcGetProgramLog(program, buffer)
-        log = buffer.rstrip(b"\0").decode(errors="replace")
-        if failed:
-            raise CompileError(f"{name} does not compile for {arch}:\n{log}")
-        get = f"nvrtcGet{kind.upper()}"
-        result, size = getattr(nvrtc, get + "Size")(program)
-        _check(result)
-        image = _room(size)
-        _check(getattr(nvrtc, get)(program, image)[0])
-        return image, log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _room(size: int) -> bytes:
-    """Bytes for NVRTC to write into. Never one alone: that would be the object that every b" " of the process is."""
-    return bytes(max(size, 2))
+    headers = {path: content for path, content in sources().items() if path.endswith(".cuh")}
+    target = arch if kind == "cubin" else arch.replace("sm_", "compute_")
+    (image,), log = nvrtc.compile_text(text, name, headers, [f"--gpu-architecture={target}", *_OPTIONS], [kind])
+    return image, log
 
 
 def _describe(image: bytes, kind: str, log: str, entry: str) -> CompiledKernel:

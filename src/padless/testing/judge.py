@@ -66,9 +66,9 @@ class SampledReference:
         return worst(row_errors(out[self.rows], self.values))
 
 
-def values_of(t: Activation) -> torch.Tensor:
-    """Values in float64; scales plain or by the format's tiles."""
-    return (t if isinstance(t, torch.Tensor) else dequantize(t, torch.float32)).double()
+def values_of(t: Activation, offs: torch.Tensor | None = None) -> torch.Tensor:
+    """Values in float64. offs: end offsets of groups, needed where scales are per group of rows."""
+    return (t if isinstance(t, torch.Tensor) else dequantize(t, torch.float32, offs=offs)).double()
 
 
 def float64_rows(
@@ -111,11 +111,6 @@ def largest_row_difference(x: torch.Tensor, y: torch.Tensor) -> float:
         apart, size = (a - b).norm(dim=1), b.norm(dim=1)
         found = max(found, worst(torch.where(apart == 0, apart, apart / size)))
     return found
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors of 16-bit elements hold the same bits, NaN and the sign of zero included."""
-    return x.shape == y.shape and torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16))
 
 
 def outside(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> int:

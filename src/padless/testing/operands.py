@@ -91,7 +91,7 @@ def quantized(values: torch.Tensor, format: str, kind: Kind, **options: Any) -> 
 
     if format == BF16:
         return values.to(torch.bfloat16)
-    return quantize(values, FORMAT_BY_NAME[format], kind=kind, **options)
+    return quantize(values, FORMAT_BY_NAME[format], kind=kind, **{"scale_layout": "plain"} | options)
 
 
 def any_codes(
@@ -182,4 +182,4 @@ def groups_of(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
     scale = b.global_scale
     if scale is not None and scale.numel() > 1:
         scale = picked(scale, index)
-    return BlockScaledTensor(picked(b.data, index), picked(b.scale, index), b.format, scale)
+    return BlockScaledTensor(picked(b.data, index), picked(b.scale, index), b.format, scale, b.scale_layout)

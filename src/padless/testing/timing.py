@@ -185,13 +185,20 @@ def host_us_per_call(call: Call, calls: int = 200) -> float:
     return statistics.median(blocks)
 
 
-def capture(call: Call) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call."""
-    for _ in range(WARM_UP_CALLS):
-        call()
-    torch.cuda.synchronize()
+def capture(call: Call, device: torch.device | None = None) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one call on a GPU, None for the current one.
+
+    Warmed up on the stream that captures: autograd remembers the one on which a node was made, and torch's own stream
+    for captures is of the GPU that was current at the first of them.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP_CALLS):
+            call()
+    torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         call()
     return graph
 

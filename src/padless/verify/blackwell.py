@@ -22,6 +22,8 @@ from padless.runtime.choices import BackendName
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import values_of
 from padless.testing.operands import in_layout, moved
+from padless.verify.checks import Check
+from padless.verify.fuzz.place import Place
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PRODUCTS, PROBLEM_LISTS = 20, 12
@@ -43,10 +45,10 @@ LISTS: tuple[Sm100GroupedConfig | None, ...] = (
 )
 
 
-def check_dense_mxfp8(problems: int = PRODUCTS, device: str = "cuda", backend: BackendName | None = None) -> str:
-    """Raises AssertionError where a bit of a dense MXFP8 product is wrong, or one outside of it was written."""
-    elements = sum(judge() for judge in dense_launches(problems, device, backend))
-    return f"{problems} products, {elements} elements, every bit right"
+def check_dense_mxfp8(place: Place) -> None:
+    """Every bit of dense MXFP8 products is right, and none outside of them was written."""
+    for judge in dense_launches(PRODUCTS, str(place.device), place.backend):
+        place.judge.ask(judge)
 
 
 def dense_launches(problems: int, device: str, backend: BackendName | None) -> Iterator[Judge]:
@@ -65,10 +67,10 @@ def dense_launches(problems: int, device: str, backend: BackendName | None) -> I
         yield partial(_judge_product, guarded, guarded.out, (a, b), None, what)
 
 
-def check_problem_lists(problems: int = PROBLEM_LISTS, device: str = "cuda", backend: BackendName | None = None) -> str:
-    """Raises AssertionError where a bit of a list of products is wrong, or one outside of them was written."""
-    elements = sum(judge() for judge in list_launches(problems, device, backend))
-    return f"{problems} lists, {elements} elements, every bit right"
+def check_problem_lists(place: Place) -> None:
+    """Every bit of lists of products is right, and none outside of them was written."""
+    for judge in list_launches(PROBLEM_LISTS, str(place.device), place.backend):
+        place.judge.ask(judge)
 
 
 def list_launches(problems: int, device: str, backend: BackendName | None) -> Iterator[Judge]:
@@ -132,3 +134,6 @@ def _operand(
 
 def _product(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
     return values_of(a) @ values_of(b).t()
+
+
+DENSE_CHECK, LISTS_CHECK = Check(check_dense_mxfp8), Check(check_problem_lists)

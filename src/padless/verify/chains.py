@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -18,9 +19,10 @@ from padless.kernels.table import ROUTES, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.runtime.choices import BackendName
-from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
-from padless.verify.emulator.kernels import backend_of
+from padless.testing.timing import capture
+from padless.verify.checks import Check
+from padless.verify.fuzz.place import Place
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4)
 Input = tuple[BlockScaledTensor, torch.Tensor]  # of the first layer: activations and offsets
@@ -101,45 +103,42 @@ def formats_of(arch: str) -> list[BlockScaledFormat]:
     return [format for format in FORMATS if format.name in here]
 
 
-def check_chains() -> str:
-    """Raises AssertionError where a chain's products depend on whether somebody waited between its calls."""
-    formats = formats_of(cuda_driver().arch)
-    for format in formats:
-        chain = make_chain(format, "cuda", None)
+def check_chains(place: Place) -> None:
+    """A chain's products do not depend on whether somebody waited between its calls."""
+    for format in formats_of(place.arch):
+        chain = make_chain(format, str(place.device), place.backend)
         expected = []
         for which in (0, 1):
             chain.load(which)
-            expected.append(chain.run(torch.cuda.synchronize))
-        assert_all_differ(*expected)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = chain.run()
+            expected.append(chain.run(place.synchronize))
+        place.judge.ask(partial(assert_all_differ, *expected))
+        if place.device.type != "cuda":
+            continue
+        captured: list[torch.Tensor] = []
+        graph = capture(lambda: captured.__setitem__(slice(None), chain.run()), place.device)  # noqa: B023
         for repeat in range(REPEATS):
             which = repeat % 2
             torch.cuda._sleep(_SLEEP_CYCLES)
             chain.load(which)
-            _compare(chain.run(), expected[which], f"{format.name}, in a stream")
+            place.judge.ask(partial(_compare, chain.run(), expected[which], f"{format.name}, in a stream"))
             chain.load(which)
             graph.replay()
-            _compare(captured, expected[which], f"{format.name}, in a graph")
-    names = ", ".join(format.name for format in formats)
-    return f"{names}: {3 * LAYERS} steps, {REPEATS} times in a stream and in a graph, bit for bit as one by one"
+            place.judge.ask(partial(_compare, captured, expected[which], f"{format.name}, in a graph"))
 
 
-def assert_all_differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
+def assert_all_differ(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> int:
     """Of two inputs every layer makes other products; else a stale one would look right."""
     for layer, (x, y) in enumerate(zip(one, other, strict=True)):
         same = (x == y).float().mean().item()
         assert same < 0.05, f"layer {layer} gives {same:.0%} of its products for either input"
+    return 0
 
 
-def _compare(products: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> None:
+def _compare(products: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], where: str) -> int:
     for layer, (found, right) in enumerate(zip(products, expected, strict=True)):
         rows = (found.view(torch.int16) != right.view(torch.int16)).any(dim=1).nonzero().flatten().tolist()
         assert not rows, f"{where}: layer {layer}, {len(rows)} rows differ, the first is {rows[0]}"
+    return sum(found.numel() for found in products)
 
 
-def rehearse(arch: str) -> None:
-    """The calls of all chains on the CPU, by the emulator's backend; nobody looks at the products."""
-    for format in formats_of(arch):
-        make_chain(format, "cpu", backend_of(arch)).run()
+CHECK = Check(check_chains)

@@ -21,7 +21,9 @@ from padless.runtime.choices import BackendName
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import moved
 from padless.testing.processes import in_order, worker_pool
+from padless.verify.checks import Check, Comparison
 from padless.verify.emulator.kernels import backend_of, emulation_cost
+from padless.verify.fuzz.place import Place
 from padless.verify.problems.epilogue import (
     FENCE,
     EpilogueProblem,
@@ -174,12 +176,6 @@ def emulate_epilogue(route: Route, seed: int) -> tuple[dict[str, bytes], bytes] 
     return {name: t.numpy().tobytes() for name, t in outputs.items()}, values
 
 
-def rehearse_epilogue(route: Route, seed: int) -> None:
-    """Every call that ``check_epilogue`` makes of a problem, on the CPU; nobody looks at the outputs."""
-    if emulate_epilogue(route, seed) is not None:
-        _sums(random_epilogue_problem(route, seed), "cpu", backend_of(route.arch))
-
-
 def _cost(route: Route, seed: int) -> float:
     problem = random_epilogue_problem(route, seed)
     groups, n, k = problem.b.shape
@@ -244,23 +240,22 @@ def _checked(jobs: list[tuple[Route, int]], refused: int) -> str:
     return f"{len(jobs) - refused} problems of {len({route for route, _ in jobs})} routes ({refused} refused)"
 
 
-def check_epilogue(problems: int = PROBLEMS, first_seed: int = 0) -> str:
-    """Raises AssertionError where an output is not what the reference makes of the GPU's own float32 GEMM."""
-    jobs, found = problems_of(cuda_driver().arch, problems, first_seed), [Judgement()]
-    refused = 0
+def check_epilogue(place: Place) -> None:
+    """Every output is what the reference makes of the GPU's own float32 GEMM."""
+    jobs, refused = place.some(problems_of(place.arch)), 0
     for route, seed in jobs:
         problem = random_epilogue_problem(route, seed)
+        device, backend = str(place.device), place.backend
         try:
-            outputs = _on_gpu(problem)
-            values = None if problem.gate_up is None else _on_gpu(problem.for_values())
+            outputs = run_problem(problem, device, backend)
+            values = None if problem.gate_up is None else run_problem(problem.for_values(), device, backend)
         except ValueError:  # a kernel says what it cannot do; the emulator's refuses the same
             refused += 1
             continue
-        found.append(judge(problem, _sums(problem, "cuda", None).cpu(), outputs, values))
-    count, of_values, inexact, _ = (sum(column) for column in zip(*found, strict=True))
-    return (
-        f"{_checked(jobs, refused)}, {count} bytes as the reference; SwiGLU: {inexact} of {of_values} "
-        f"values not exactly rounded, by at most {max(one.worst for one in found):.1e}"
+        sums = _sums(problem, device, backend)
+        place.judge.ask(lambda: judge(problem, sums.cpu(), outputs, values).bytes)  # noqa: B023
+    place.judge.wrong(
+        f"{refused} of {len(jobs)} problems were refused: what was checked then?", refused > len(jobs) // 3
     )
 
 
@@ -284,3 +279,9 @@ def check_epilogue_against_emulator(problems: int = PROBLEMS, first_seed: int = 
                 wrong.append(str(error))
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
     return f"{_checked(jobs, refused)}, {count} bytes the same, but {inexact} that SwiGLU's exponential moved"
+
+
+CHECK = Check(check_epilogue, 8)
+COMPARISONS = {
+    "emulator agrees on epilogues": Comparison(check_epilogue_against_emulator, problems_of, emulate_epilogue)
+}

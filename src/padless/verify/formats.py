@@ -6,9 +6,11 @@ bit. Which pairs there are comes from ``padless.kernels.table``.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +23,16 @@ from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.table import BF16, ROUTES, Route, find_route, kernels_arch
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
-from padless.reference.gemm import grouped_gemm_reference
 from padless.runtime.driver import cuda_driver
 from padless.testing.guarded import GuardedOutput
-from padless.testing.judge import row_errors
+from padless.testing.judge import values_of
 from padless.testing.operands import any_codes, in_layout, moved
 from padless.testing.processes import in_order, worker_pool
+from padless.verify.checks import Check, Comparison
 from padless.verify.emulator.kernels import backend_of, bits, emulation_cost
-from padless.verify.fp8_block import CONFIGS, ROW_ERROR_LIMIT
+from padless.verify.fp8_block import CONFIGS, precision_of
+from padless.verify.fuzz.judge import FLOAT32_PRECISION, Precision, Product, exact_grouped
+from padless.verify.fuzz.place import Place
 
 DEVICE = "cuda"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -168,29 +172,27 @@ def _on_gpu(route: Route, seed: int) -> tuple[FormatsProblem, torch.Tensor]:
     return problem, guarded.out
 
 
-def check_formats_accuracy(problems: int = JUDGED) -> str:
-    """Raises AssertionError where a row is further from float64 than the output's rounding and FP8's sums explain."""
-    worst: dict[str, float] = {}
-    jobs = problems_of(cuda_driver().arch, problems)
-    for route, seed in jobs:
-        problem, out = _on_gpu(route, seed)
-        valid = int(problem.offs[-1])
-        expected = grouped_gemm_reference(
-            problem.a, problem.b, problem.offs, out_dtype=torch.float64, accumulate="float64"
-        )[:valid]
-        fits = expected.abs().amax(dim=1) < 0.9 * torch.finfo(problem.dtype).max
-        rows = fits & (expected.norm(dim=1) > 0)
-        if not rows.any():
-            continue
-        error = float(row_errors(out[:valid].cpu()[rows], expected[rows]).max())
+def check_formats_accuracy(place: Place) -> None:
+    """No row is further from float64 than the output's rounding and FP8's sums explain, nothing else is written."""
+    for route, seed in place.some(problems_of(place.arch, JUDGED)):
+        problem = random_formats_problem(route, seed)
+        a, b, offs = (place.put(t) for t in (problem.a, problem.b, problem.offs))
+        guarded, valid = place.output(a.shape[0], b.shape[1], problem.dtype), int(problem.offs[-1])
+        grouped_gemm(a, b, offs, out=guarded.out, backend=place.backend, config=problem.config)
         where = f"{route.name}, {route.a} x {route.b}, problem {seed}"
-        limit = ROW_ERROR_LIMIT[problem.dtype] * _LIMIT_FACTOR.get(route.config_class, 1)
-        assert error < limit, f"{where}: a row is off by {error:.2e}"
-        name = str(problem.dtype)[6:]
-        worst[name] = max(worst.get(name, 0.0), error)
-    return f"{len({route for route, _ in jobs})} routes, worst row error " + ", ".join(
-        f"{d} {e:.1e}" for d, e in worst.items()
-    )
+        place.judge.written(where, guarded, valid)
+        place.judge.product(where, guarded.out[:valid], partial(_exact, a, b, offs), _precision(route, problem))
+
+
+def _exact(a: Any, b: BlockScaledTensor, offs: torch.Tensor) -> Product:
+    """On the operands' device."""
+    return exact_grouped(values_of(a, offs), values_of(b), itertools.pairwise([0, *offs.tolist()]))
+
+
+def _precision(route: Route, problem: FormatsProblem) -> Precision:
+    factor = _LIMIT_FACTOR.get(route.config_class, 1)
+    precision = precision_of(problem.dtype, factor)
+    return precision._replace(of_sum=FLOAT32_PRECISION.of_sum) if route.config_class is Sm90Bf16Config else precision
 
 
 def check_formats_against_emulator(problems: int = COMPARED, workers: int | None = None) -> str:
@@ -223,3 +225,12 @@ def _against_emulator(jobs: list[tuple[Route, int]], workers: int | None) -> str
     assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
     routes = {route for route, _ in jobs}
     return f"{len(jobs)} problems of {len(routes)} routes, {elements} elements, bit for bit the same"
+
+
+CHECK = Check(check_formats_accuracy, 4)
+COMPARISONS = {
+    "emulator agrees": Comparison(check_fp8_block_against_emulator, lambda arch: fp8_block_problems(), emulate_formats),
+    "emulator agrees on formats": Comparison(
+        check_formats_against_emulator, partial(problems_of, problems=COMPARED), emulate_formats
+    ),
+}

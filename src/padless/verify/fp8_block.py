@@ -1,4 +1,4 @@
-"""The checks of ``padless verify``: what must hold on a GPU, each a function that raises AssertionError.
+"""The checks of ``padless verify`` of Hopper's FP8_BLOCK kernel.
 
 Inputs are random, outputs are poisoned and guarded, references are in float64, and errors are judged per row.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -18,14 +18,14 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.row_groups import clamped_ends
-from padless.runtime.choices import BackendName, Kind, ScaleMajor
-from padless.testing.guarded import GuardedOutput
-from padless.testing.judge import float64_rows, row_errors
-from padless.testing.operands import mn_major_in_nan, moved
-from padless.testing.timing import capture
+from padless.runtime.choices import Kind, ScaleMajor
+from padless.testing.judge import values_of
+from padless.testing.operands import mn_major_in_nan
+from padless.verify.checks import Check, run_small
+from padless.verify.fuzz.judge import FP8_PRECISION, Precision, Product, exact_grouped
+from padless.verify.fuzz.place import Place
 from padless.verify.train_quantizers import check_train_quantizers
 
-DEVICE = "cuda"
 Shape = tuple[tuple[int, ...], int, int, int]  # sizes, rows past the last group, N, K
 
 # M, N and K differ everywhere; tails in every dimension; groups of 0, 1, 127, 129 rows; tensors under 128 KiB.
@@ -65,8 +65,7 @@ class Variant(NamedTuple):
     major: str = "mn"
 
 
-# What the checks call. A check reads its own list, and so does what compiles ahead of all of them (``CALLS``).
-CHOSEN = (Variant(),)
+CHOSEN = Variant()
 CHOSEN_OF_EACH = tuple(Variant(None, dtype, major) for dtype, major in itertools.product(DTYPES, MAJORS))
 EVERY_CONFIG = tuple(Variant(config) for config in CONFIGS)
 EVERY_VARIANT = tuple(
@@ -74,10 +73,9 @@ EVERY_VARIANT = tuple(
     for dtype, config, major in itertools.product(DTYPES, CONFIGS, MAJORS)
     if not (config.block_m == 256 and dtype == torch.float32)  # does not fit in shared memory
 )
-_WRONG_OFFS: tuple[Shape, ...] = (((64, 64, 64, 64), 0, 136, 272),)
-_WRONG_OFFS_VARIANTS = EVERY_CONFIG[:4]
+_WRONG_OFFS: Shape = ((64, 64, 64, 64), 0, 136, 272)
 _REPEATS = 50
-_REPEATED: tuple[Shape, ...] = (((300, 0, 7, 129, 127, 64, 1), 0, 1000, 1040),)
+_REPEATED: Shape = ((300, 0, 7, 129, 127, 64, 1), 0, 1000, 1040)
 _REPLAYED: tuple[Shape, ...] = (((100, 0, 57, 99), 0, 264, 400), ((0, 199, 1, 56), 0, 264, 400))
 _STREAMED: tuple[Shape, ...] = tuple(((g * 31 % 97, 130, g), g, 136, 272) for g in range(8))
 _DENSE: tuple[Shape, ...] = tuple(((m,), 0, n, k) for m, n, k in ((1, 8, 16), (333, 264, 400), (1024, 520, 1040)))
@@ -100,9 +98,14 @@ def padded_to_tiles(sizes: Sequence[int]) -> tuple[int, ...]:
 ROW_ERROR_LIMIT = {torch.float32: 2.0**-11, torch.float16: 2.0**-10.5, torch.bfloat16: 2.0**-7.5}
 
 
+def precision_of(dtype: torch.dtype, factor: float = 1.0) -> Precision:
+    """Of FP8 tensor cores; factor: of the limit of rows."""
+    return FP8_PRECISION._replace(of_norm=ROW_ERROR_LIMIT[dtype] * factor)
+
+
 @dataclass(frozen=True)
 class Operands:
-    """A random problem on the GPU."""
+    """A random problem at a place."""
 
     a: BlockScaledTensor
     b: BlockScaledTensor
@@ -113,160 +116,133 @@ class Operands:
     def valid_rows(self) -> int:
         return sum(self.sizes)
 
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [self.a.data, self.a.scale, self.b.data, self.b.scale, self.offs]
+
     def with_scales(self, major: str) -> Operands:
         scale = self.a.scale.contiguous() if major == "k" else mn_major_in_nan(self.a.scale)
         return replace(self, a=BlockScaledTensor(self.a.data, scale, FP8_BLOCK))
 
+    def exact(self) -> Product:
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        return exact_grouped(values_of(self.a), values_of(self.b), itertools.pairwise(ends))
 
-def random_operands(
-    sizes: tuple[int, ...], past: int, n: int, k: int, seed: int = 0, device: str | None = None
-) -> Operands:
-    """Normal activations and weights whose rows differ in size by up to 2^8, quantised, on the GPU (or ``device``)."""
-    device = device or DEVICE
+
+def random_operands(place: Place, sizes: tuple[int, ...], past: int, n: int, k: int, *, seed: int = 0) -> Operands:
+    """Normal activations and weights whose rows differ in size by up to 2^8, quantised."""
     generator = torch.Generator().manual_seed(hash((sizes, past, n, k, seed)) % 2**31)
     m = sum(sizes) + past
     spread = torch.exp2(torch.randint(-4, 5, (m, 1), generator=generator).float())
     x = torch.randn(m, k, generator=generator) * spread
     w = torch.randn(len(sizes), n, k, generator=generator)
     a, b = quantize(x, FP8_BLOCK, kind="activation", scale_major="k"), quantize(w, FP8_BLOCK, kind="weight")
-    a, b, offs = (moved(t, device) for t in (a, b, group_offsets(sizes)))
+    a, b, offs = (place.put(t) for t in (a, b, group_offsets(sizes)))
     return Operands(a, b, offs, sizes).with_scales("mn")
 
 
-def _each_problem() -> Iterator[Operands]:
-    for shape in SHAPES:
-        yield random_operands(*shape)
+def _each_problem(place: Place) -> Iterator[Operands]:
+    for shape in place.some(SHAPES):
+        yield random_operands(place, *shape)
 
 
-def _guarded_result(operands: Operands, variant: Variant) -> torch.Tensor:
-    operands = operands.with_scales(variant.major)
-    guarded = GuardedOutput(operands.a.data.shape[0], operands.b.data.shape[1], variant.dtype, DEVICE)
-    grouped_gemm(operands.a, operands.b, operands.offs, out=guarded.out, config=variant.config)
-    torch.cuda.synchronize()
-    guarded.check(operands.valid_rows)
-    return guarded.out[: operands.valid_rows]
+def _result(
+    place: Place, operands: Operands, variant: Variant = CHOSEN, ends: Sequence[int] | None = None
+) -> torch.Tensor:
+    """The valid rows of a guarded output. ends: other offsets than the operands'."""
+    given, m = operands.with_scales(variant.major), operands.a.shape[0]
+    guarded = place.output(m, operands.b.shape[1], variant.dtype)
+    offs = operands.offs if ends is None else place.ends(list(ends))
+    grouped_gemm(given.a, given.b, offs, out=guarded.out, backend=place.backend, config=variant.config)
+    valid = operands.valid_rows if ends is None else clamped_ends(ends, m)[-1]
+    place.judge.written(f"{variant} on {operands.sizes}", guarded, valid)
+    return guarded.out[:valid]
 
 
-def check_accuracy() -> str:
+def check_accuracy(place: Place) -> None:
     """Every shape and dtype: error per row within what 13-bit accumulation and output rounding explain."""
-    worst = dict.fromkeys(DTYPES, 0.0)
-    for operands in _each_problem():
-        expected = float64_rows(operands.a, operands.b, operands.sizes, rows=None).values
+    for operands in _each_problem(place):
+        exact = cache(operands.exact)
         for variant in CHOSEN_OF_EACH:
-            out, dtype = _guarded_result(operands, variant), variant.dtype
-            if operands.valid_rows:
-                error = float(row_errors(out, expected).max())
-                worst[dtype] = max(worst[dtype], error)
-                assert error < ROW_ERROR_LIMIT[dtype], f"a row of {operands.a.shape} is off by {error:.2e}"
-    return "worst row error " + ", ".join(f"{str(d)[6:]} {e:.1e}" for d, e in worst.items())
+            out = _result(place, operands, variant)
+            place.judge.product(f"{operands.sizes}", out, exact, precision_of(variant.dtype))
 
 
-def check_configs_agree() -> str:
+def check_configs_agree(place: Place) -> None:
     """Every tile shape, cluster, store and scale path gives the same bits: K is summed in one order."""
-    count = 0
-    for operands in _each_problem():
+    for operands in _each_problem(place):
         first: dict[torch.dtype, torch.Tensor] = {}
         for variant in EVERY_VARIANT:
-            out = _guarded_result(operands, variant)
-            same = torch.equal(out, first.setdefault(variant.dtype, out))
-            assert same, f"{variant.config} with {variant.major}-major scales differs on {operands.a.shape}"
-            count += 1
-    return f"{count} results, bit for bit the same within each problem"
+            out = _result(place, operands, variant)
+            place.judge.same(f"{variant} on {operands.sizes}", out, first.setdefault(variant.dtype, out))
 
 
-def check_padding_changes_nothing() -> str:
+def check_padding_changes_nothing(place: Place) -> None:
     """Each group padded to 128 rows gives the same bits in its valid rows."""
-    rows = 0
-    for operands in _each_problem():
-        valid, padded_sizes = operands.valid_rows, padded_to_tiles(operands.sizes)
+    for operands in _each_problem(place):
+        valid, padded_sizes = operands.valid_rows, [-(-size // 128) * 128 for size in operands.sizes]
         starts = [0, *itertools.accumulate(padded_sizes)]
         picks = [start + row for start, size in zip(starts, operands.sizes, strict=False) for row in range(size)]
-        at = torch.tensor(picks, dtype=torch.long, device=DEVICE)
-        data = torch.zeros((starts[-1], operands.a.shape[1]), dtype=torch.uint8, device=DEVICE)
-        scale = torch.ones((starts[-1], operands.a.scale.shape[1]), device=DEVICE)
+        at = place.put(torch.tensor(picks, dtype=torch.long))
+        data = torch.zeros((starts[-1], operands.a.shape[1]), dtype=torch.uint8, device=place.device)
+        scale = torch.ones((starts[-1], operands.a.scale.shape[1]), device=place.device)
         data[at], scale[at] = operands.a.data.view(torch.uint8)[:valid], operands.a.scale[:valid]
         padded_a = BlockScaledTensor(data.view(torch.float8_e4m3fn), scale, FP8_BLOCK)
-        padded = grouped_gemm(padded_a, operands.b, group_offsets(padded_sizes).to(DEVICE))
-        assert torch.equal(padded[at], _guarded_result(operands, *CHOSEN))
-        rows += valid
-    return f"{rows} rows, bit for bit the same"
+        offs = place.put(group_offsets(padded_sizes))
+        padded = grouped_gemm(padded_a, operands.b, offs, backend=place.backend)
+        place.judge.same(f"{operands.sizes} padded", padded[at], _result(place, operands))
 
 
-def check_wrong_offs_stay_inside() -> str:
+def check_wrong_offs_stay_inside(place: Place) -> None:
     """Decreasing, negative and too large offsets: no access outside the tensors, every fence intact."""
-    operands = random_operands(*_WRONG_OFFS[0])
-    m, n = operands.a.data.shape[0], operands.b.data.shape[1]
+    operands = random_operands(place, *_WRONG_OFFS)
     wrong = ([300, 10, -5, 200], [-1, -1, -1, -1], [2**31 - 1] * 4, [0, 2**30, -(2**31), 5], [256, 128, 64, 0])
-    for values in wrong:
-        offs = torch.tensor(values, dtype=torch.int32, device=DEVICE)
-        for variant in _WRONG_OFFS_VARIANTS:
-            guarded = GuardedOutput(m, n, variant.dtype, DEVICE)
-            grouped_gemm(operands.a, operands.b, offs, out=guarded.out, config=variant.config)
-            torch.cuda.synchronize()
-            guarded.check(clamped_ends(values, m)[-1])
-    return f"{len(wrong)} kinds of wrong offsets"
+    for values, variant in itertools.product(wrong, EVERY_CONFIG[:4]):
+        _result(place, operands, variant, values)
 
 
-def check_repeats_agree() -> str:
+def check_repeats_agree(place: Place) -> None:
     """The same call many times over, other work in between: the same bits (a moving result is a race)."""
-    operands = random_operands(*_REPEATED[0])
+    operands = random_operands(place, *_REPEATED)
     for variant in EVERY_CONFIG:
-        first = _guarded_result(operands, variant).clone()
-        for _ in range(_REPEATS):
-            assert torch.equal(_guarded_result(operands, variant), first), f"{variant.config} moved"
-    return f"{len(EVERY_CONFIG)} configurations, {_REPEATS} calls each"
+        first = _result(place, operands, variant).clone()
+        for _ in place.times(_REPEATS):
+            place.judge.same(f"{variant} moved", _result(place, operands, variant), first)
 
 
-def check_graph_replay() -> str:
-    """Captured in a CUDA graph, replayed with other values and other group sizes in the same buffers."""
-    operands, other = (random_operands(*shape, seed=seed) for seed, shape in enumerate(_REPLAYED))
-    out = torch.empty((256, 264), dtype=torch.bfloat16, device=DEVICE)
-    graph = capture(lambda: grouped_gemm(operands.a, operands.b, operands.offs, out=out))
-    for target, source in ((operands.a, other.a), (operands.b, other.b)):
-        target.data.copy_(source.data)
-        target.scale.copy_(source.scale)
-    operands.offs.copy_(other.offs)
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, grouped_gemm(other.a, other.b, other.offs))
-    return "replay sees new values and new group sizes"
+def check_graph_replay(place: Place) -> None:
+    """Captured in a CUDA graph, replayed with other values and other group sizes in the same buffers; no call waits."""
+    operands, other = (random_operands(place, *shape, seed=seed) for seed, shape in enumerate(_REPLAYED))
+    out = torch.empty((256, 264), dtype=torch.bfloat16, device=place.device)
+    call = partial(grouped_gemm, operands.a, operands.b, operands.offs, out=out, backend=place.backend)
+    place.replayed(call, [*operands.parts, out], [*other.parts, torch.full_like(out, float("nan"))])
+    place.judge.same("a replay with new values and new group sizes", out, _result(place, other))
 
 
-def check_streams_and_threads() -> str:
+def check_streams_and_threads(place: Place) -> None:
     """Eight threads, each with a stream of its own and its own problem, at once."""
-    problems = [random_operands(*shape, seed=g) for g, shape in enumerate(_STREAMED)]
-    expected = [_guarded_result(p, *CHOSEN).clone() for p in problems]
+    problems = [random_operands(place, *shape, seed=g) for g, shape in enumerate(_STREAMED)]
+    expected = [_result(place, p).clone() for p in problems]
 
-    def work(index: int) -> str:
-        try:
-            operands, stream = problems[index], torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(_REPEATS):
-                    out = grouped_gemm(operands.a, operands.b, operands.offs)
-                stream.synchronize()
-                same = torch.equal(out[: operands.valid_rows], expected[index])
-            return "" if same else f"thread {index} got other bits"
-        except Exception as error:
-            return f"thread {index}: {error!r}"
+    def work(index: int) -> None:
+        p = problems[index]
+        for _ in place.times(_REPEATS):
+            out = grouped_gemm(p.a, p.b, p.offs, backend=place.backend)
+        place.judge.same(f"thread {index}", out[: p.valid_rows], expected[index])
 
-    with ThreadPoolExecutor(len(problems)) as threads:
-        failures = [failure for failure in threads.map(work, range(len(problems))) if failure]
-    assert not failures, "; ".join(failures)
-    return f"{len(problems)} threads on as many streams, {_REPEATS} calls each"
+    place.in_threads(work, len(problems))
 
 
-def check_dense() -> str:
+def check_dense(place: Place) -> None:
     """gemm is grouped_gemm with one group, without offsets."""
     for shape in _DENSE:
-        operands = random_operands(*shape)
-        assert torch.equal(gemm(operands.a, operands.b[0]), grouped_gemm(operands.a, operands.b, operands.offs))
-    return f"{len(_DENSE)} shapes"
+        p = random_operands(place, *shape)
+        dense = gemm(p.a, p.b[0], backend=place.backend)
+        place.judge.same(f"dense {shape}", dense, grouped_gemm(p.a, p.b, p.offs, backend=place.backend))
 
 
-def check_quantizers_agree() -> str:
+def check_quantizers_agree(place: Place) -> None:
     """The GPU's quantisers give torch's bits, tails and outliers included."""
-    count = 0
     cases: tuple[tuple[Kind, tuple[int, ...], ScaleMajor], ...] = (
         ("activation", (1, 16), "mn"),
         ("activation", (777, 1040), "mn"),
@@ -275,62 +251,35 @@ def check_quantizers_agree() -> str:
         ("weight", (3, 200, 1040), "mn"),
         ("weight", (136, 144), "mn"),
     )
-    for kind, shape, major in cases:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            x = (torch.randn(shape) * torch.exp2(torch.randint(-6, 7, shape).float())).to(dtype)
-            on_cpu = quantize(x, FP8_BLOCK, kind=kind, scale_major=major)
-            on_gpu = quantize(x.to(DEVICE), FP8_BLOCK, kind=kind, scale_major=major)
-            assert torch.equal(on_gpu.scale.cpu(), on_cpu.scale), f"scales differ: {kind} {shape} {dtype}"
-            same = torch.equal(on_gpu.data.cpu().view(torch.uint8), on_cpu.data.view(torch.uint8))
-            assert same, f"codes differ: {kind} {shape} {dtype}"
-            count += 1
-    return f"{count} tensors, bit for bit the same"
+    for (kind, shape, major), dtype in itertools.product(cases, DTYPES):
+        x = (torch.randn(shape) * torch.exp2(torch.randint(-6, 7, shape).float())).to(dtype)
+        want = quantize(x, FP8_BLOCK, kind=kind, scale_major=major)
+        got = quantize(place.put(x), FP8_BLOCK, kind=kind, scale_major=major)
+        place.judge.same(f"scales of {kind} {shape} {dtype}", got.scale, place.put(want.scale))
+        place.judge.same(f"codes of {kind} {shape} {dtype}", got.data, place.put(want.data))
 
 
-class Check(NamedTuple):
-    """A check, and what it calls: every variant on every shape."""
-
-    run: Callable[[], str]
-    shapes: tuple[Shape, ...] = ()
-    variants: tuple[Variant, ...] = CHOSEN
-
-
-_TILED = tuple((padded_to_tiles(sizes), 0, n, k) for sizes, _, n, k in SHAPES)
-_CHECKS = {
-    "accuracy": Check(check_accuracy, SHAPES, CHOSEN_OF_EACH),
-    "configs agree": Check(check_configs_agree, SHAPES, EVERY_VARIANT),
-    "padding changes nothing": Check(check_padding_changes_nothing, (*SHAPES, *_TILED)),
-    "wrong offsets stay inside": Check(check_wrong_offs_stay_inside, _WRONG_OFFS, _WRONG_OFFS_VARIANTS),
-    "repeats agree": Check(check_repeats_agree, _REPEATED, EVERY_CONFIG),
-    "graph replay": Check(check_graph_replay, _REPLAYED),
-    "streams and threads": Check(check_streams_and_threads, _STREAMED),
-    "dense": Check(check_dense, _DENSE),
-    "quantizers agree": Check(check_quantizers_agree),
-    "training quantizers agree": Check(check_train_quantizers),
-}
-CHECKS = {name: check.run for name, check in _CHECKS.items()}
-# What each check and this module's small launches call.
-CALLS = {name: (check.shapes, check.variants) for name, check in _CHECKS.items()}
-CALLS["padless.verify.fp8_block"] = (_SMALL, _SMALL_VARIANTS)
-
-
-def rehearse(shapes: Sequence[Shape], variants: Sequence[Variant], backend: BackendName) -> None:
-    """Calls of CALLS on the CPU, by ``backend``; nobody looks at the outputs."""
-    for shape in shapes:
-        operands = random_operands(*shape, device="cpu")
-        for config, dtype, major in variants:
-            given = operands.with_scales(major)
-            grouped_gemm(given.a, given.b, given.offs, out_dtype=dtype, backend=backend, config=config)
-
-
-def small_problems() -> None:
+def small_problems(place: Place) -> None:
     """Small launches of every store and scale path, for compute-sanitizer: ``python -m padless.verify.fp8_block``."""
-    for shape in _SMALL:
-        operands = random_operands(*shape)
+    for shape in place.some(_SMALL):
+        operands = random_operands(place, *shape)
         for variant in _SMALL_VARIANTS:
-            _guarded_result(operands, variant)
-    print("small problems done")
+            _result(place, operands, variant)
 
+
+CHECKS: dict[str, Callable[[], str]] = {
+    "accuracy": Check(check_accuracy),
+    "configs agree": Check(check_configs_agree, 4),
+    "padding changes nothing": Check(check_padding_changes_nothing),
+    "wrong offsets stay inside": Check(check_wrong_offs_stay_inside),
+    "repeats agree": Check(check_repeats_agree),
+    "graph replay": Check(check_graph_replay),
+    "streams and threads": Check(check_streams_and_threads),
+    "dense": Check(check_dense),
+    "quantizers agree": Check(check_quantizers_agree, 0),
+    "training quantizers agree": check_train_quantizers,
+}
+SMALL = Check(small_problems)
 
 if __name__ == "__main__":
-    small_problems()
+    run_small(SMALL)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -25,14 +24,15 @@ from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.quantization.quantize import quantize
 from padless.runtime.choices import BackendName
-from padless.runtime.driver import cuda_driver
+from padless.testing.bits import bits
 from padless.testing.guarded import GuardedOutput
 from padless.testing.operands import Activation, groups_of, in_layout, moved, quantized, rows_of
-from padless.verify.emulator.kernels import backend_of
+from padless.verify.checks import Check
+from padless.verify.emulator.kernels import settings_of
+from padless.verify.fuzz.place import Place
 
 PROBLEMS = 2  # of each route: float32, which hides nothing, and bfloat16
 DTYPES = (torch.float32, torch.bfloat16)
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _CROWD = 40  # rows a group on average, at least, where groups of a few are put among many
 # Looks at what a launch wrote: the number of elements that it compared. Raises AssertionError.
 Judge = Callable[[], int]
@@ -243,7 +243,7 @@ SURROUNDINGS: dict[str, Callable[[_Calls], Iterator[Judge]]] = {
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:
-    return t.cpu().contiguous().view(_BITS[t.element_size()])
+    return bits(t.cpu())
 
 
 def _whole(guarded: GuardedOutput, rows: int) -> int:
@@ -287,15 +287,6 @@ def _quantized(problem: InvarianceProblem, whole: torch.Tensor, codes: BlockScal
     return codes.data.numel()
 
 
-def settings_of(backend: BackendName | None) -> AbstractContextManager[object]:
-    """Multiprocessors enough for the largest cluster, where the emulator runs the kernels."""
-    if backend is None or not backend.startswith("emulator"):
-        return nullcontext()
-    from padless.emulator.fake_driver import driver_of
-
-    return driver_of(backend).configured(num_sms=4)
-
-
 def judge_problem(
     problem: InvarianceProblem,
     device: str = "cuda",
@@ -307,28 +298,12 @@ def judge_problem(
         return sum(judge() for judge in launches(problem, device, backend, surroundings))
 
 
-def problems_of(arch: str, problems: int = PROBLEMS) -> list[tuple[Route, int]]:
-    """So many problems of every route, each a route and a seed."""
-    return [(route, seed) for route in invariance_routes(arch) for seed in range(problems)]
+def check_batch_invariance(place: Place) -> None:
+    """A row's bits do not depend on what is around it."""
+    jobs = [(route, seed) for route in invariance_routes(place.arch) for seed in range(PROBLEMS)]
+    for route, seed in place.some(jobs):
+        for judge in launches(random_problem(route, seed), str(place.device), place.backend):
+            place.judge.ask(judge)
 
 
-def rehearse(route: Route, seed: int) -> None:
-    """The launches of a problem on the CPU, by the emulator's backend; nobody looks at what they wrote."""
-    backend = backend_of(route.arch)
-    with settings_of(backend):
-        for _ in launches(random_problem(route, seed), "cpu", backend):
-            pass
-
-
-def check_batch_invariance(problems: int = PROBLEMS) -> str:
-    """Raises AssertionError with the routes on which a row's bits depend on what is around it."""
-    jobs = problems_of(cuda_driver().arch, problems)
-    elements, wrong = 0, []
-    for route, seed in jobs:
-        try:
-            elements += judge_problem(random_problem(route, seed))
-        except AssertionError as error:
-            wrong.append(str(error))
-    assert not wrong, f"{len(wrong)} of {len(jobs)} problems: " + "; ".join(wrong[:8])
-    routes = {route for route, _ in jobs}
-    return f"{len(jobs)} problems of {len(routes)} routes, {elements} elements, each with its bits in any surroundings"
+CHECK = Check(check_batch_invariance, 16)

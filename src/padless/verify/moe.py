@@ -6,8 +6,8 @@ Each raises AssertionError. Inputs are random, with ids that are no expert among
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +34,13 @@ from padless.moe import (
     route_quantize,
     twins,
 )
-from padless.moe.fused import fuses
 from padless.moe.layer import Projection
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.choices import ScaleLayout
-from padless.runtime.driver import cuda_driver
+from padless.testing.bits import differing
 from padless.testing.guarded import POISON
-from padless.verify.emulator.kernels import backend_of
+from padless.verify.checks import Check
+from padless.verify.fuzz.place import Place
 
 DEVICE = "cuda"
 # (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
@@ -77,22 +77,13 @@ def draw_ids(tokens: int, top_k: int, experts: int, seed: int) -> torch.Tensor:
     return ids
 
 
-def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Raises AssertionError unless all bits are equal, but that a NaN of floating point is any NaN."""
+def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> int:
+    """The number of elements. Raises AssertionError unless all bits are equal, but those of NaN."""
     got = got.cpu()
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    if got.dtype in DTYPES:
-        bits = {2: torch.int16, 4: torch.int32}[got.dtype.itemsize]
-        nan = got.isnan()
-        assert torch.equal(nan, want.isnan()), f"{name}: other values are NaN"
-        wrong = (got.contiguous().view(bits) != want.contiguous().view(bits)) & ~nan
-    else:
-        wrong = _bytes(got) != _bytes(want)
+    wrong = differing(got, want, any_nan=True)
     assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} differ"
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().view(torch.uint8) if t.numel() else t.new_empty(0, dtype=torch.uint8)
+    return got.numel()
 
 
 def same_quantized(name: str, got: BlockScaledTensor, want: BlockScaledTensor) -> None:
@@ -304,29 +295,28 @@ def draw_layer(
     )
 
 
-def check_layer() -> str:
+def check_layer(place: Place) -> None:
     """moe() is its passes' twins around the GPU's products, right, the same alone as among others, and replays."""
-    worst, count = 0.0, 0
-    for on_cpu in layers(cuda_driver().arch):
-        layer = on_cpu.to(DEVICE)
+    for on_cpu in layers(place.arch):
+        layer, name = on_cpu.to(str(place.device)), f"{on_cpu.w13.format.name} {on_cpu.options}"
         out = layer.run()
-        name = f"{layer.w13.format.name} {layer.options}"
-        same_bits(f"moe() of {name}", out, composed(on_cpu))
-        error = largest_error(out.cpu(), on_cpu)
+        place.judge.ask(partial(same_bits, f"moe() of {name}", out, composed(on_cpu, str(place.device))))
         limit = BOUNDS[activations_of(layer.w13.format, layer.options["activations"])]
-        assert error <= limit, f"moe() of {name}: a token is off by {error:.3f}, allowed {limit}"
-        worst = max(worst, error)
+        place.judge.ask(partial(judge_error, name, out, on_cpu, limit))
         tokens = layer.x.shape[0]
         for some in (torch.tensor([tokens // 3]), torch.randperm(tokens)[: tokens // 2]):
-            picked = some.to(DEVICE)
-            same_bits(f"some tokens of {name}", layer.only(picked).run(), out.cpu()[some])
-        _check_replay(layer, name)
-        _check_no_wait(layer)
-        count += 1
-    return f"{count} layers, worst error of a token {worst:.3f}"
+            picked = place.put(some)
+            place.judge.same(f"some tokens of {name}", layer.only(picked).run(), out[picked])
+        _check_replay(place, layer, name)
 
 
-def composed(layer: Layer) -> torch.Tensor:
+def judge_error(name: str, out: torch.Tensor, layer: Layer, limit: float) -> None:
+    """Raises AssertionError where a token is further from float64 than ``limit``."""
+    error = largest_error(out.cpu(), layer)
+    assert error <= limit, f"moe() of {name}: a token is off by {error:.3f}, allowed {limit}"
+
+
+def composed(layer: Layer, device: str) -> torch.Tensor:
     """The layer of twins on the CPU and the GPU's products."""
     o = layer.options
     act = Activation(
@@ -339,29 +329,26 @@ def composed(layer: Layer) -> torch.Tensor:
     format = FORMAT_BY_NAME.get(activations_of(layer.w13.format, o["activations"]))
     scale = torch.ones(()) if format == NVFP4 else None
     offs, tokens, inverse = twins.route(layer.ids, layer.w13.data.shape[0])
-    there = layer.to(DEVICE)
+    there = layer.to(device)
     rows = layer.x[tokens.long()]
-    a: Any = rows.to(DEVICE) if format is None else _moved(quantize(rows, format, global_scale=scale))
+    a: Any = rows.to(device) if format is None else _moved(quantize(rows, format, global_scale=scale), device)
     first, second = (
         Projection(w, bias, None)
         for w, bias in ((there.w13, there.options.get("bias13")), (there.w2, there.options.get("bias2")))
     )
-    ends = offs.to(DEVICE)
-    if fuses(there.w13, act, format):
-        hidden: Any = first.activated(a, ends, act, format, _on_gpu(scale))
-    else:
-        h = first.product(a, ends).cpu()
-        values = twins.activated(h, act, in_bfloat16=format is None)
-        hidden = values.to(DEVICE) if format is None else _moved(quantize(values, format, global_scale=scale))
+    ends = offs.to(device)
+    h = first.product(a, ends).cpu()
+    values = twins.activated(h, act, in_bfloat16=format is None)
+    hidden = values.to(device) if format is None else _moved(quantize(values, format, global_scale=scale), device)
     y = second.product(hidden, ends).cpu()
     y[int(offs[-1]) :].view(POISON[2][0]).fill_(POISON[2][1])
     return twins.combine(y, inverse, layer.weights, None, layer.x.dtype)
 
 
-def _moved(t: BlockScaledTensor) -> BlockScaledTensor:
-    scale = None if t.global_scale is None else t.global_scale.to(DEVICE)
+def _moved(t: BlockScaledTensor, device: str) -> BlockScaledTensor:
+    scale = None if t.global_scale is None else t.global_scale.to(device)
     # MN-major scales become row-major: the same numbers.
-    return BlockScaledTensor(t.data.to(DEVICE), t.scale.contiguous().to(DEVICE), t.format, scale, t.scale_layout)
+    return BlockScaledTensor(t.data.to(device), t.scale.contiguous().to(device), t.format, scale, t.scale_layout)
 
 
 def largest_error(out: torch.Tensor, layer: Layer) -> float:
@@ -389,42 +376,15 @@ def _exact_activation(h: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
     return gate * (gate * o.get("alpha", 1.0)).sigmoid() * (up + o.get("up_offset", 0.0))
 
 
-def _check_replay(layer: Layer, name: str) -> None:
-    """Captured in a CUDA graph, replayed with other tokens, ids and weights in the same buffers."""
+def _check_replay(place: Place, layer: Layer, name: str) -> None:
+    """Captured in a CUDA graph, replayed with other tokens, ids and weights in the same buffers; no call waits."""
     static = replace(layer, x=layer.x.clone(), ids=layer.ids.clone(), weights=layer.weights.clone())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = static.run()
-    order = torch.randperm(layer.x.shape[0], device=DEVICE)
+    out = torch.empty_like(layer.x)
+    order = torch.randperm(layer.x.shape[0], device=place.device)
     other = replace(layer.only(order), ids=layer.ids.flip(1))
-    for target, source in ((static.x, other.x), (static.ids, other.ids), (static.weights, other.weights)):
-        target.copy_(source)
-    out.fill_(float("nan"))
-    graph.replay()
-    torch.cuda.synchronize()
-    same_bits(f"replay of {name}", out, other.run().cpu())
+    targets = (static.x, static.ids, static.weights)
+    place.replayed(lambda: out.copy_(static.run()), targets, (other.x, other.ids, other.weights))
+    place.judge.same(f"replay of {name}", out, other.run)
 
 
-def _check_no_wait(layer: Layer) -> None:
-    """torch raises in the call if anything in it waits for the GPU."""
-    with _waiting_is_an_error():
-        layer.run()
-    torch.cuda.synchronize()
-
-
-@contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def rehearse(arch: str) -> None:
-    """The products of `check_layer` on the CPU, by the emulator's backend; nobody looks at the outputs."""
-    for layer in layers(arch):
-        tokens = layer.x.shape[0]
-        for some in (torch.arange(tokens), torch.tensor([tokens // 3]), torch.arange(tokens // 2)):
-            layer.only(some).run(backend=backend_of(arch))
+CHECK = Check(check_layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,8 @@ from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import quantize
 from padless.reference.epilogue import group_values
 from padless.runtime.choices import BackendName
-from padless.runtime.driver import cuda_driver
 from padless.verify import moe as layers
-from padless.verify.emulator.kernels import backend_of
+from padless.verify.fuzz.place import Place
 
 RULES = (GateRule(1.702, 7.0, 1.0), GateRule(limit=0.75))
 # (activations, None for bfloat16; weights; output, None for bfloat16; order of gate and up)
@@ -93,49 +93,41 @@ def problems_of(arch: str) -> Iterator[Gated]:
             yield Gated(name, rows, quantize(w, b, kind="weight"), offs, bias, out, gate_up, rule)
 
 
-def check_gates(arch: str | None = None) -> str:
+def check_gates(place: Place) -> None:
     """Values are the reference's for the GPU's sums, as far as exp's error goes; outputs are those values', exactly."""
-    count, worst = 0, 0.0
-    for problem in problems_of(arch or cuda_driver().arch):
-        device = layers.DEVICE
-        sums = grouped_gemm(*problem.operands(device), problem.offs.to(device), out_dtype=torch.float32).cpu()
-        values = problem.run(device, None, values=True).d
-        assert values is not None
-        values = values.cpu()
-        start = 0
-        for group, end in enumerate(problem.offs.tolist()):
-            if start < end:
-                given = EpilogueTensors(bias=problem.bias)
-                want = group_values(sums[start:end], group, start, problem.epilogue(values=True), given).double()
-                got = values[start:end].double()
-                off = (got - want).abs()
-                assert bool((off <= want.abs() * RELATIVE + ABSOLUTE).all()), f"{problem.name}: values of group {group}"
-                worst = max(worst, float((off / want.abs().clamp(min=1e-30)).max()))
-            start = end
-        _check_stored(problem, values, start)
-        count += 1
-    return f"{count} products, values off by {worst:.1e} at most"
+    for problem in problems_of(place.arch):
+        device, backend = str(place.device), place.backend
+        offs = problem.offs.to(device)
+        sums = grouped_gemm(*problem.operands(device), offs, out_dtype=torch.float32, backend=backend)
+        values, stored = (problem.run(device, backend, values=values) for values in (True, False))
+        assert values.d is not None
+        place.judge.ask(partial(_judge_values, problem, sums, values.d))
+        place.judge.ask(partial(_judge_stored, problem, values.d, stored))
 
 
-def _check_stored(problem: Gated, values: torch.Tensor, rows: int) -> None:
+def _judge_values(problem: Gated, sums: torch.Tensor, values: torch.Tensor) -> int:
+    given, start = EpilogueTensors(bias=problem.bias), 0
+    for group, end in enumerate(problem.offs.tolist()):
+        if start < end:
+            own = sums[start:end].cpu()
+            want = group_values(own, group, start, problem.epilogue(values=True), given).double()
+            off = (values[start:end].cpu().double() - want).abs()
+            assert bool((off <= want.abs() * RELATIVE + ABSOLUTE).all()), f"{problem.name}: values of group {group}"
+        start = end
+    return start * values.shape[1]
+
+
+def _judge_stored(problem: Gated, values: torch.Tensor, stored: EpilogueTensors) -> int:
     """The layer's epilogue stores its own values, rounded or quantized, bit for bit."""
-    stored = problem.run(layers.DEVICE, None, values=False)
+    rows, values = int(problem.offs[-1]), values.cpu()
     if problem.format is None:
         assert stored.d is not None
-        layers.same_bits(problem.name, stored.d[:rows], values[:rows].to(torch.bfloat16))
-        return
+        return layers.same_bits(problem.name, stored.d[:rows], values[:rows].to(torch.bfloat16))
     assert stored.row_codes is not None
     assert stored.row_scale is not None
     scale = torch.tensor(0.02) if problem.format == NVFP4 else None
     want = quantize(values[:rows], problem.format, global_scale=scale)
     codes = stored.row_codes[:rows].cpu().view(torch.uint8)
-    layers.same_bits(f"codes of {problem.name}", codes, want.data.view(torch.uint8))
-    layers.same_bits(f"scales of {problem.name}", stored.row_scale[:rows].contiguous(), want.scale.contiguous())
-
-
-def rehearse_gates(arch: str) -> None:
-    """The products of `check_gates` on the CPU, by the emulator's backend; nobody looks at the outputs."""
-    for problem in problems_of(arch):
-        grouped_gemm(problem.a, problem.b, problem.offs, out_dtype=torch.float32, backend=backend_of(arch))
-        for values in (True, False):
-            problem.run("cpu", backend_of(arch), values=values)
+    count = layers.same_bits(f"codes of {problem.name}", codes, want.data.view(torch.uint8))
+    scales = stored.row_scale[:rows].contiguous()
+    return count + layers.same_bits(f"scales of {problem.name}", scales, want.scale.contiguous())

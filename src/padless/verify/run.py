@@ -25,31 +25,29 @@ from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import cpus, useful_workers, worker_pool
-from padless.verify import blackwell, chains, epilogue, formats, invariance, wgrad
-from padless.verify.bf16 import forward as bf16_forward
-from padless.verify.bf16 import wgrad as bf16_wgrad
+from padless.verify import blackwell, chains, epilogue, formats, invariance, lines
+from padless.verify.checks import rehearsals_of
 from padless.verify.emulator import tensor_core
 from padless.verify.fp8_block import CHECKS
 from padless.verify.moe_edges import CHECKS as MOE_CHECKS
 from padless.verify.moe_edges import TRITON_ALONE
-from padless.verify.rehearsals import rehearsals_of
-from padless.verify.training.graphs import check_graphed_layer
-from padless.verify.training.layer import check_training_layer
-from padless.verify.two_devices import check_two_devices
+from padless.verify.training import graphs
+from padless.verify.training import layer as training
+from padless.verify.two_devices import CHECK as TWO_DEVICES
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches: the first kernel's, the other routes', weight gradients'.
 SANITIZED = (
     "padless.verify.fp8_block",
     "padless.verify.small",
-    "padless.verify.wgrad",
-    "padless.verify.bf16.wgrad",
-    "padless.verify.bf16.forward",
+    "padless.verify.lines grouped_gemm_wgrad",
+    "padless.verify.lines plain.grouped_gemm_wgrad",
+    "padless.verify.lines plain.grouped_gemm",
 )
 _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
-_NOT_FOLLOWED = {("racecheck", "padless.verify.wgrad")}
+_NOT_FOLLOWED = {("racecheck", "padless.verify.lines grouped_gemm_wgrad")}
 # Those of CHECKS that concern every GPU.
 QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
 
@@ -58,24 +56,21 @@ Check = Callable[[], str]
 Jobs = Callable[[], tuple[dict[str, Check], list[str]]]
 # Beside those of fp8_block: every GPU's, and those of an architecture alone.
 _ALL: dict[str, Check] = {
-    "formats": formats.check_formats_accuracy,
-    "epilogues": epilogue.check_epilogue,
-    "chains": chains.check_chains,
-    "batch invariance": invariance.check_batch_invariance,
+    "formats": formats.CHECK,
+    "epilogues": epilogue.CHECK,
+    "chains": chains.CHECK,
+    "batch invariance": invariance.CHECK,
     **MOE_CHECKS,
-    "two devices": check_two_devices,
+    "two devices": TWO_DEVICES,
 }
 _HOPPERS: dict[str, Check] = {
-    "weight gradients": wgrad.check_wgrad,
-    "bf16 weight gradients": bf16_wgrad.check_bf16_wgrad,
-    "bf16 products": bf16_forward.check_bf16_products,
-    "training layer": check_training_layer,
-    "training layer in graphs": check_graphed_layer,
+    "weight gradients": lines.check_of("grouped_gemm_wgrad"),
+    "bf16 weight gradients": lines.check_of("plain.grouped_gemm_wgrad"),
+    "bf16 products": lines.check_of("plain.grouped_gemm"),
+    "training layer": training.CHECK,
+    "training layer in graphs": graphs.CHECK,
 }
-_BLACKWELLS: dict[str, Check] = {
-    "dense MXFP8": blackwell.check_dense_mxfp8,
-    "lists of problems": blackwell.check_problem_lists,
-}
+_BLACKWELLS: dict[str, Check] = {"dense MXFP8": blackwell.DENSE_CHECK, "lists of problems": blackwell.LISTS_CHECK}
 
 # Checks at a time, each in a process of its own: most of their time is one core's.
 _MOST_WORKERS, _CORES_OF_ONE = 8, 2
@@ -127,7 +122,7 @@ def run_verify(
     jobs_here = partial(jobs_of, gpu.arch, checks, against_emulator)
     jobs, sanitized = jobs_here()
     tools = sanitizers_of(sanitized) if sanitizer and _sanitizer() else {}
-    rehearsals = rehearsals_of(gpu.arch, jobs, sanitized if tools else ())
+    rehearsals = rehearsals_of(gpu.arch, jobs.values(), sanitized if tools else ())
     records: list[Record] = []
     about = about_the_machine() if out is not None else {}
     workers = max(1, min(_MOST_WORKERS, cpus() // _CORES_OF_ONE)) if workers is None else workers
@@ -171,10 +166,9 @@ def jobs_of(
     jobs = {name: CHECKS[name] for name in names}
     if against_emulator:
         if on_hopper:
-            jobs["emulator's tensor core agrees"] = tensor_core.check_tensor_core
-            jobs["emulator agrees"] = formats.check_fp8_block_against_emulator
-        jobs["emulator agrees on formats"] = formats.check_formats_against_emulator
-        jobs["emulator agrees on epilogues"] = epilogue.check_epilogue_against_emulator
+            jobs |= tensor_core.COMPARISONS
+        comparisons = formats.COMPARISONS | epilogue.COMPARISONS
+        jobs |= {name: c for name, c in comparisons.items() if on_hopper or name != "emulator agrees"}
     if checks is None:
         jobs |= (_BLACKWELLS if kernels_arch(arch) == "sm_100a" else {}) | _ALL | (_HOPPERS if on_hopper else {})
     return jobs, [module for module in SANITIZED if on_hopper or module == "padless.verify.small"]
@@ -248,7 +242,7 @@ def _sanitize(tool: str, module: str) -> str:
     command = [str(_sanitizer()), "--tool", tool, "--error-exitcode", "9"]
     if tool != "initcheck":  # it has to see who wrote the inputs
         command += ["--kernel-name", "kns=padless"]
-    command += [sys.executable, "-m", module]
+    command += [sys.executable, "-m", *module.split()]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_SANITIZER_SECONDS, check=False)
     text = result.stdout + result.stderr
     assert "small problems done" in text, f"did not finish: {text[-2000:]}"

@@ -7,8 +7,6 @@ drawn on the CPU and copied, so that a tool sees who wrote them; outputs are gua
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +16,13 @@ from padless.kernels.launch import KernelChoice
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, select_config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
-from padless.kernels.table import BF16, Route, kernels_arch
+from padless.kernels.table import BF16, Route
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
-from padless.runtime.choices import BackendName
-from padless.runtime.driver import cuda_driver
-from padless.testing.guarded import GuardedOutput
-from padless.testing.operands import moved
 from padless.verify.blackwell import dense_launches, list_launches
-from padless.verify.emulator.kernels import backend_of
+from padless.verify.checks import Check, run_small
 from padless.verify.formats import routes_of
-from padless.verify.problems.epilogue import EpilogueProblem, Outputs, operands, quant_routes, run_problem
+from padless.verify.fuzz.place import Place
+from padless.verify.problems.epilogue import EpilogueProblem, operands, quant_routes, run_problem
 
 # No rows, one row, more than a tile of 128 rows; rows past the last group.
 _SIZES, _PAST = (5, 0, 130, 1), 3
@@ -83,53 +78,31 @@ def _configs(route: Route, m: int) -> list[KernelChoice | None]:
     return [None]
 
 
-def small_launches(device: str = "cuda", backend: BackendName | None = None, arch: str | None = None) -> int:
-    """Launches all of them; returns how many. AssertionError where a fence was written or a row was not."""
-    count = 0
-    for judges in launches(device, backend, cuda_driver().arch if arch is None else arch):
-        for judge in judges:
-            judge()
-        count += 1
-    return count
-
-
-def launches(device: str, backend: BackendName | None, arch: str) -> Iterator[Iterable[Callable[[], object]]]:
-    """Makes one launch after the other, each time with what looks at its outputs."""
-    draw = random.Random(0)
-    for route in small_routes(arch):
+def small_launches(place: Place) -> None:
+    """All of the launches, one after the other."""
+    draw, device, backend = random.Random(0), str(place.device), place.backend
+    for route in small_routes(place.arch):
         generator = torch.Generator().manual_seed(draw.randrange(2**31))
         m = sum(_SIZES) + _PAST
         drawn = operands(route, m, _N, _K, len(_SIZES), generator, special=False)
-        a, b, offs = (moved(t, device) for t in (*drawn, group_offsets(_SIZES)))
+        a, b, offs = (place.put(t) for t in (*drawn, group_offsets(_SIZES)))
         for config in _configs(route, m):
-            guarded = GuardedOutput(m, _N, torch.bfloat16, device)
+            guarded = place.output(m, _N, torch.bfloat16)
             grouped_gemm(a, b, offs, out=guarded.out, backend=backend, config=config)
-            yield (partial(guarded.check, sum(_SIZES)),)
-    for route in quant_routes(arch):
+            place.judge.written(route.name, guarded, sum(_SIZES))
+    for route in quant_routes(place.arch):
         for gate_up, options in QUANT_CALLS:
             try:
-                outputs = run_problem(small_problem(route, gate_up, options), device, backend)
+                run_problem(small_problem(route, gate_up, options), device, backend)
             except ValueError:
                 if route.config_class is Sm90Fp8Config:  # the one that takes all of these calls
                     raise
-                continue
-            yield (partial(_judge_outputs, outputs),)
-    if kernels_arch(arch) == "sm_100a":
-        yield dense_launches(1, device, backend)
-        yield list_launches(1, device, backend)
+    if place.arch == "sm_100a":
+        for judge in (*dense_launches(1, device, backend), *list_launches(1, device, backend)):
+            place.judge.ask(judge)
 
 
-def _judge_outputs(outputs: Outputs) -> None:
-    assert outputs.bytes
-
-
-def rehearse(arch: str) -> None:
-    """All the launches on the CPU, by the emulator's backend; nobody looks at the outputs."""
-    for judges in launches("cpu", backend_of(arch), arch):
-        for _ in judges:
-            pass
-
+SMALL = Check(small_launches)
 
 if __name__ == "__main__":
-    print(f"{small_launches()} launches")
-    print("small problems done")
+    run_small(SMALL)

@@ -15,6 +15,7 @@ from padless.quantization.rows_columns import quantize_rows_columns, rows_column
 from padless.quantization.swiglu_backward import swiglu_backward_quantize, swiglu_backward_torch
 from padless.quantization.weight_both import quantize_weight_both, weight_both_torch
 from padless.runtime.choices import SwigluGateUp
+from padless.testing.timing import capture
 
 DEVICE = "cuda"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -204,11 +205,8 @@ def _check_graph() -> None:
         tensors = [t for c in found for t in (c.data.view(torch.uint8), c.scale, c.starts)]
         return [*tensors, rows.data.view(torch.uint8), gradients.dz_rows.data.view(torch.uint8), gradients.dprob]
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    captured: list[torch.Tensor] = []
+    graph = capture(lambda: captured.__setitem__(slice(None), step()))
     for target, source in zip(
         given, (dh.flip(0), z.flip(1), prob.flip(0), group_offsets([0, 199, 1, 56])), strict=True
     ):

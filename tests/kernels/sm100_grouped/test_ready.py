@@ -181,7 +181,11 @@ def test_small_launches_of_verify_in_the_emulator(fmt: str, monkeypatch: pytest.
         of = getattr(verify_small, name)
         monkeypatch.setattr(verify_small, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)])
     calls = len(verify_small.QUANT_CALLS)
-    assert verify_small.small_launches("cpu", "emulator:sm_100a", "sm_100a") == 1 + calls + 2
+    launched: list[object] = []
+    run = verify_small.run_problem
+    monkeypatch.setattr(verify_small, "run_problem", lambda *a: (launched.append(a), run(*a))[1])
+    assert verify_small.SMALL.on("emulator:sm_100a")
+    assert len(launched) == calls
 
 
 @pytest.mark.parametrize("arch", ARCHS)

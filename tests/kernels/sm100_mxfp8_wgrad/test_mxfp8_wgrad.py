@@ -13,7 +13,7 @@ from padless.emulator.fake_driver import driver_of
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.reference.wgrad_mxfp8 import decoded, grouped_gemm_wgrad_mxfp8_reference
-from padless.verify.problems.wgrad import same_bits
+from padless.testing.bits import same_bits
 from support.mxfp8_wgrad import Columns, columns_of, group_of, launched, random_columns
 
 BACKEND = "emulator:sm_100a"

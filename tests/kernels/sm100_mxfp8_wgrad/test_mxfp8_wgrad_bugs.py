@@ -12,10 +12,11 @@ import torch
 from padless.emulator.fake_driver import driver_of
 from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
-from padless.verify.problems.wgrad import GuardedGradient, same_bits
+from padless.testing.bits import same_bits
 from support.mxfp8_wgrad import launched, random_columns
 from support.mxfp8_wgrad_bugs import BUGS, MAIN
 from support.planted_bugs import Bug, assert_found, cases, gradient_before, holds, search
+from support.weight_gradients import GuardedGradient
 
 ARCH = "sm_100a"
 # An empty group, three stages and a bit, part of a block; more than one tile along K. Two stages in the ring.
@@ -35,7 +36,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     config = Sm100WgradConfig(2, torch.float32, bug.onto)
 
     def launch(driver: Any) -> Callable[[], bool]:
-        guarded = GuardedGradient(tuple(wanted.shape), torch.float32, "cpu", onto)
+        guarded = GuardedGradient(tuple(wanted.shape), torch.float32, onto)
         host.prepare(driver, PROBLEM.dy, PROBLEM.x, PROBLEM.offs, guarded.out, config).launch(0)
         return lambda: holds(guarded.check) and same_bits(guarded.out, wanted)
 

@@ -246,7 +246,6 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
             ("plain", "plain"),
             "the output is FP8_BLOCK along rows and columns, of a SwiGLU",
         ),
-        (GLU_FP8_ROWS, None, ("plain", "blocked"), "b has scale_layout 'blocked'"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_said(

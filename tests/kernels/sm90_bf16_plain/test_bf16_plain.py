@@ -13,13 +13,17 @@ import padless
 from padless import Bf16PlainConfig, Sm90Fp8Config, gemm, grouped_gemm
 from padless.emulator.fake_driver import emulated_driver
 from padless.reference.bf16 import grouped_gemm_plain_reference
-from padless.testing.compile_ahead import listing
-from padless.verify.bf16 import forward
-from padless.verify.bf16.forward import VARIANTS, Plain, PlainShape, random_plain, run, same_bits
-from padless.verify.rehearsals import rehearsals_of
+from padless.testing.bits import same_bits
+from padless.testing.compile_ahead import Gpu, kernels_of
+from padless.verify.bf16 import fuzz
+from padless.verify.bf16.fuzz import product_lines
+from padless.verify.checks import Check
+from padless.verify.fuzz.subjects import SUBJECTS
+from padless.verify.lines import check_of
 from padless.verify.run import jobs_of
+from support.plain_products import VARIANTS, Plain, PlainShape, random_plain, run
 
-EMULATOR = "emulator"
+EMULATOR, CALL = "emulator", "plain.grouped_gemm"
 SHAPE = PlainShape((33, 0, 70, 1), 3, 24, 72)
 STORED = Bf16PlainConfig(block_n=128, out_dtype=torch.float32)
 
@@ -106,33 +110,43 @@ def test_more_groups_than_lanes_and_threads() -> None:
     assert same_bits(launched(plain, STORED), reference(plain))
 
 
+@pytest.fixture
+def one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of `padless verify` on one fixed problem of one kernel."""
+    one = {"out": "float32", "tile": 2, "properties": ["near", "bits", "changes"], "wide": False}
+    lines = [o for o in product_lines() if one.items() <= o.items() and len(o["sizes"]) == 4][:1]
+    lines = [o | {"sizes": [33, 0, 70, 1], "n": 24, "k": 72} for o in lines]
+    monkeypatch.setitem(SUBJECTS, CALL, replace(SUBJECTS[CALL], lines=lambda: lines))
+
+
 @pytest.mark.slow
-def test_the_checks_of_a_gpu_pass_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "VARIANTS", (STORED,))
-    where: dict[str, Any] = {"device": "cpu", "backend": EMULATOR}
-    assert forward.check_bits((SHAPE,), **where) == "4 results, 9984 elements, bit for bit the reference's"
-    assert forward.check_independence((SHAPE,), **where).startswith("6 changes")
+@pytest.mark.usefixtures("one_problem")
+def test_the_check_of_a_gpu_passes_in_the_emulator() -> None:
+    assert "elements" in check_of(CALL).on(EMULATOR)
 
 
-def test_an_element_that_is_a_bit_off_fails_the_checks_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def off(plain: Plain, config: Bf16PlainConfig, backend: str | None = None) -> torch.Tensor:
-        out = reference(plain, config.out_dtype)
-        out[1, 2] = torch.nextafter(out[1, 2], torch.tensor(float("inf")))
+@pytest.mark.usefixtures("one_problem")
+def test_an_element_that_is_a_bit_off_fails_the_check_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def off(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *, out: torch.Tensor, **_: Any) -> torch.Tensor:
+        valid = int(offs[-1])
+        out[:valid] = reference(Plain(a, b, offs), out.dtype)
+        if valid > 1:
+            out[1, 2] = torch.nextafter(out[1, 2], torch.tensor(float("inf")))
         return out
 
-    monkeypatch.setattr(forward, "run", off)
-    monkeypatch.setattr(forward, "VARIANTS", (STORED,))
-    with pytest.raises(AssertionError, match=r"sizes=\(33, 0, 70, 1\).*, K contiguous"):
-        forward.check_bits((SHAPE,), "cpu", EMULATOR)
+    monkeypatch.setattr(fuzz, "grouped_gemm", off)
+    with pytest.raises(AssertionError, match=r"sizes=\[33, 0, 70, 1\].* the reference's bits"):
+        check_of(CALL).on(EMULATOR)
 
 
+@pytest.mark.slow
 def test_all_kernels_of_the_checks_are_compiled_ahead() -> None:
     jobs, sanitized = jobs_of("sm_90a")
-    assert "bf16 products" in jobs
-    assert "padless.verify.bf16.forward" in sanitized
-    (rehearsal,) = rehearsals_of("sm_90a", ["bf16 products"], ())
-    with listing("sm_90a", "cubin", 132) as asked:
-        rehearsal.calls()
+    assert f"padless.verify.lines {CALL}" in sanitized
+    check = jobs["bf16 products"]
+    assert isinstance(check, Check)
+    asked, problems = kernels_of(check.rehearsals("sm_90a"), Gpu("sm_90a", 132))
+    assert not problems
     wanted = {replace(c, n_major=order).prelude() for c in VARIANTS for order in (False, True)}
     assert wanted <= {kernel.prelude for kernel in asked}
 

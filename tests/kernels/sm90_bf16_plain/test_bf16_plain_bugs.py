@@ -10,9 +10,10 @@ import torch
 
 from padless.kernels.sm90_bf16_plain import host
 from padless.reference.bf16 import grouped_gemm_plain_reference
+from padless.testing.bits import same_bits
 from padless.testing.guarded import GuardedOutput
-from padless.verify.bf16.forward import PlainShape, random_plain, same_bits
 from support.bf16_plain_bugs import BUGS, MAIN, N_MAJOR, STORED
+from support.plain_products import PlainShape, random_plain
 from support.planted_bugs import Bug, assert_found, cases, holds, search
 
 # An empty group, one of two tiles, one that has no row for the second warpgroup, rows past the last group.

@@ -9,8 +9,8 @@ import torch
 from padless.emulator.units import arithmetic
 from padless.reference import bf16
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference, multiply_accumulate, product
+from padless.testing.bits import same_bits
 from padless.verify.bf16.problems import RowsShape, random_rows
-from padless.verify.problems.wgrad import same_bits
 
 
 def operands(seed: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,8 +12,9 @@ from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
-from padless.verify.bf16.problems import VARIANTS, Rows, RowsShape, padded, permuted, poisoned, random_rows, run
-from padless.verify.problems.wgrad import same_bits
+from padless.testing.bits import same_bits
+from padless.verify.bf16.problems import Rows, RowsShape, padded, permuted, poisoned, random_rows
+from support.weight_gradients import BF16_VARIANTS, gradient_of_rows
 
 EMULATOR = "emulator"
 # Every length of the last step and stage, one tile to a group; N and K are not multiples of a tile.
@@ -31,7 +32,7 @@ def variants(*quick: str) -> list[Any]:
     """All variants as parameters, of which those not named are slow."""
     return [
         pytest.param(config, id=name_of(config), marks=() if name_of(config) in quick else pytest.mark.slow)
-        for config in VARIANTS
+        for config in BF16_VARIANTS
     ]
 
 
@@ -42,7 +43,7 @@ def reference(rows: Rows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def launched(rows: Rows, config: Bf16WgradConfig, onto: Any = None, **settings: Any) -> torch.Tensor:
     """The emulator's result; its reports are errors."""
     with emulated_driver().configured(**settings):
-        return run(rows, config, EMULATOR, onto)
+        return gradient_of_rows(rows, config, EMULATOR, onto)
 
 
 @pytest.mark.parametrize("config", variants("256-32-2-bfloat16"))
@@ -73,7 +74,7 @@ def test_bits_are_the_references_in_random_problems(seed: int) -> None:
     sizes = tuple(draw(0, 100) * draw(0, 2) for _ in range(draw(1, 6)))
     shape = RowsShape(sizes, draw(0, 20), 8 * draw(2, 20), 8 * draw(2, 34))
     rows = poisoned(random_rows(shape, seed, wide=bool(draw(0, 2))))
-    config = replace(VARIANTS[seed % len(VARIANTS)], num_stages=draw(2, 5))
+    config = replace(BF16_VARIANTS[seed % len(BF16_VARIANTS)], num_stages=draw(2, 5))
     out = launched(rows, config, seed=seed, num_sms=draw(1, 5))
     assert same_bits(out, reference(rows, config.out_dtype))
 
@@ -120,7 +121,7 @@ def test_accumulating_in_many_tiles(block_n: int) -> None:
     before[:, ::3] *= 2.0**-140
     wanted = torch.where(torch.tensor([100, 0, 50])[:, None, None] > 0, before + stored, before)
     with emulated_driver().configured(num_sms=2):
-        assert same_bits(run(rows, config, EMULATOR, before), wanted)
+        assert same_bits(gradient_of_rows(rows, config, EMULATOR, before), wanted)
 
 
 def test_empty_groups_are_stored_as_zeros_and_not_added() -> None:

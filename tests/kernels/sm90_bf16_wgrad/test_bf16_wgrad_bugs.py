@@ -10,10 +10,11 @@ import pytest
 
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
+from padless.testing.bits import same_bits
 from padless.verify.bf16.problems import RowsShape, poisoned, random_rows
-from padless.verify.problems.wgrad import GuardedGradient, same_bits
 from support.bf16_wgrad_bugs import BUGS, MAIN, STORED
 from support.planted_bugs import Bug, assert_found, cases, gradient_before, holds, search
+from support.weight_gradients import GuardedGradient
 
 # An empty group, one of two blocks and a bit, one of one and a bit, one of part of a block; several tiles to a CTA.
 SHAPE = RowsShape((0, 130, 80, 33), 3, 72, 264)
@@ -28,7 +29,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     onto, wanted = gradient_before(wanted) if bug.onto else (None, wanted)
 
     def launch(driver: Any) -> Callable[[], bool]:
-        guarded = GuardedGradient(tuple(wanted.shape), dtype, "cpu", onto)
+        guarded = GuardedGradient(tuple(wanted.shape), dtype, onto)
         host.prepare(driver, rows.dy, rows.x, rows.offs, guarded.out, bug.onto, config).launch(0)
         return lambda: holds(guarded.check) and same_bits(guarded.out, wanted)
 

@@ -11,7 +11,8 @@ import torch
 from padless.emulator.units import arithmetic
 from padless.layouts import GroupedColumns
 from padless.reference.wgrad import ACCUMULATIONS, grouped_gemm_wgrad_reference, multiply_accumulate
-from padless.verify.problems.wgrad import WgradShape, padded_to_blocks, permuted, poisoned, random_operands, same_bits
+from padless.testing.bits import same_bits
+from padless.verify.problems.wgrad import WgradShape, padded_to_blocks, permuted, poisoned, random_operands
 
 SHAPE = WgradShape((5, 0, 130, 1, 256), 3, 80, 144, (32, 128))
 MODES = ("1d2d", "1d1d")

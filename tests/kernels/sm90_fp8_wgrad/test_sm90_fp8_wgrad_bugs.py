@@ -10,8 +10,10 @@ import pytest
 
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
-from padless.verify.problems.wgrad import GuardedGradient, WgradShape, poisoned, random_operands, same_bits
+from padless.testing.bits import same_bits
+from padless.verify.problems.wgrad import WgradShape, poisoned, random_operands
 from support.planted_bugs import assert_found, cases, gradient_before, holds, search
+from support.weight_gradients import GuardedGradient
 from support.wgrad_bugs import BUGS, MAIN, Bug
 
 # An empty group, one of a block and a bit, one of three blocks, one of part of a block; several tiles to a CTA.
@@ -28,7 +30,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
         dy, x = poisoned(dy), poisoned(x)
 
     def launch(driver: Any) -> Callable[[], bool]:
-        guarded = GuardedGradient(tuple(wanted.shape), dtype, "cpu", onto)
+        guarded = GuardedGradient(tuple(wanted.shape), dtype, onto)
         host.prepare(driver, dy, x, guarded.out, bug.onto, bug.config).launch(0)
         return lambda: holds(guarded.check) and same_bits(guarded.out, wanted)
 

@@ -17,17 +17,24 @@ from padless.row_groups import clamped_ends
 from padless.runtime import jit
 
 SHIM = r"""
+#include <algorithm>
 #define __device__
 #define __forceinline__ inline
 #define __restrict__
 #include "device/scheduler.cuh"
+template <int MAX_GROUPS>
+struct SortedGroups {  // what LongestFirst reads of it; test_schedule.py has how it is built
+    int order[MAX_GROUPS], active;
+};
 #include "device/longest_first.cuh"
 template <int M, int R>
 int walk(const int* ends, int groups, int n, int k, int skips, int* out, int room) {
-    static RankedGroups<1024> ranked;
-    for (int g = 0; g < groups; ++g) ranked.ends[g] = ends[g];
-    for (int g = 0; g < groups; ++g) ranked.order[place_of_group(ends, groups, g)] = g;
-    const LongestFirst<M, 128, R, 1024> order{ranked, groups, n, k, skips != 0};
+    static SortedGroups<1024> sorted;
+    const auto rows = [&](int g) { return ends[g] - (g == 0 ? 0 : ends[g - 1]); };
+    for (int g = 0; g < groups; ++g) sorted.order[g] = g;
+    std::stable_sort(sorted.order, sorted.order + groups, [&](int g, int h) { return rows(g) > rows(h); });
+    sorted.active = std::count_if(sorted.order, sorted.order + groups, [&](int g) { return rows(g) > 0; });
+    const LongestFirst<M, 128, R, 1024> order{sorted, groups, n, k, skips != 0};
     int count = 0;
     for (; count < room; ++count) {
         const Tile tile = order.tile_at(count);

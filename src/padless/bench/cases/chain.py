@@ -43,7 +43,8 @@ from padless.formats import FP8_BLOCK
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.runtime.driver import cuda_driver
 from padless.testing import machine
-from padless.testing.judge import SampledReference, check, same_bits
+from padless.testing.bits import same_bits
+from padless.testing.judge import SampledReference, check
 from padless.testing.timing import Timer, Timing, capture
 
 PADLESS = "padless"

@@ -68,6 +68,25 @@ def remember_cubins(remember: Remember) -> Callable[[ModuleType], None]:
     return change
 
 
+def remember_compiled(remember: Remember) -> Callable[[ModuleType], None]:
+    """A change of padless.runtime.nvrtc: the PTX of every cubin that is compiled is remembered."""
+
+    def change(nvrtc: ModuleType) -> None:
+        original = nvrtc.compile_text
+
+        def compiled(text: str, name: str, headers: Any, options: Any, kinds: Any) -> Any:
+            images, log = original(text, name, headers, options, [*kinds, "ptx"])
+            ptx = images.pop().rstrip(b"\0").decode()
+            for image, kind in zip(images, kinds, strict=True):
+                if kind == "cubin":
+                    remember(image, ptx)
+            return images, log
+
+        nvrtc.compile_text = compiled  # type: ignore[attr-defined]
+
+    return change
+
+
 def leave_ptx(compiler: ModuleType) -> None:
     """A change of Triton's compiler: the binary that it keeps is the PTX."""
     compiler.CUDABackend.make_cubin = lambda self, ptx, metadata, *rest: ptx.encode()  # type: ignore[attr-defined]
@@ -78,3 +97,4 @@ def private_folders(folder: Path) -> None:
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
     os.environ["PADLESS_CACHE_DIR"] = str(folder / "padless")
+    os.environ["PADLESS_CUBINS"] = "0"  # there is no PTX of those

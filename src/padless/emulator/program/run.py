@@ -13,7 +13,7 @@ from typing import Any
 
 from padless.emulator.emulator import MOST_MEMORY, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
-from padless.emulator.program.compilers import Changes, leave_ptx, private_folders, remember_cubins
+from padless.emulator.program.compilers import Changes, leave_ptx, private_folders, remember_compiled, remember_cubins
 from padless.emulator.program.cuda_tensors import pretend
 from padless.emulator.program.device import CHIPS, Memory
 from padless.emulator.program.driver import OK, Driver
@@ -127,6 +127,7 @@ def install(
         {
             "torch": pretend(described, refuse),
             "cuda.bindings.nvrtc": remember_cubins(loader.remember),
+            "padless.runtime.nvrtc": remember_compiled(loader.remember),
             "triton.backends.nvidia.compiler": leave_ptx,
         }
     )

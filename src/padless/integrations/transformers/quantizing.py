@@ -84,7 +84,7 @@ def _quantize_parameter(module: Any, name: str, format: BlockScaledFormat) -> No
     values = getattr(module, name).detach()
     if module.is_transposed:
         values = values.transpose(1, 2).contiguous()
-    t = quantize(values, format, kind="weight")
+    t = quantize(values, format, kind="weight", scale_layout="plain")
     codes = t.data.view(torch.int8) if format.codes_per_byte == 2 else t.data
     delattr(module, name)
     module.register_parameter(name, nn.Parameter(codes, requires_grad=False))

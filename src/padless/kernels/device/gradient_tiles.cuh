@@ -1,5 +1,5 @@
 // What the roles of a weight gradient's kernel know of its groups and tiles. Included behind the kernel's SharedStorage, which has
-// `groups` (RankedGroups) and `queue`, its Reader, Problem, OUT_TYPE, D_EVICTS_FIRST (whether operands may push the result out of
+// `groups` (SortedGroups) and `queue`, its Reader, Problem, OUT_TYPE, D_EVICTS_FIRST (whether operands may push the result out of
 // L2) and NUM_THREADS.
 #pragma once
 
@@ -25,7 +25,7 @@ struct TokenReader {
     __device__ __forceinline__ void read() {
         Tile tile;
         tokens = -1;
-        if (lane == 0 && reader.next(tile)) tokens = shared.groups.tokens(tile.group);
+        if (lane == 0 && reader.next(tile)) tokens = shared.groups.rows(tile.group);
         tokens = __shfl_sync(0xffffffff, tokens, 0);
     }
 };

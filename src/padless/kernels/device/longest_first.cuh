@@ -7,20 +7,9 @@
 // its Python twin, longest_first.py.
 #pragma once
 
-// Where the tokens of the groups end, and the groups from the longest to the shortest.
-template <int MAX_GROUPS>
-struct RankedGroups {
-    int ends[MAX_GROUPS];   // by group: cleaned offs
-    int order[MAX_GROUPS];  // group numbers
-
-    __device__ __forceinline__ int tokens(int group) const {
-        return ends[group] - (group == 0 ? 0 : ends[group - 1]);
-    }
-};
-
 template <int BLOCK_M, int BLOCK_N, int RASTER_M, int MAX_GROUPS>
 struct LongestFirst {
-    const RankedGroups<MAX_GROUPS>& groups;
+    const SortedGroups<MAX_GROUPS>& groups;
     int num_groups, n_rows, n_columns;  // of one group's result
     bool skips_empty;                   // groups without a token have no tiles
 
@@ -30,9 +19,8 @@ struct LongestFirst {
         const int m_tiles = (n_rows + BLOCK_M - 1) / BLOCK_M, n_tiles = (n_columns + BLOCK_N - 1) / BLOCK_N;
         const int place = number / (m_tiles * n_tiles);
         if (place >= num_groups) return Tile{0, 0, 0, 0};
+        if (skips_empty && place >= groups.active) return Tile{0, 0, 0, 0};
         const int group = groups.order[place];
-        if (skips_empty && groups.tokens(group) == 0) return Tile{0, 0, 0, 0};  // and so are all that follow
-
         const int in_group = number - place * m_tiles * n_tiles;
         const int band = in_group / (RASTER_M * n_tiles);
         const int left = m_tiles - band * RASTER_M;

@@ -23,6 +23,9 @@ __device__ __forceinline__ float with_alpha_and_bias(float sum, float alpha, flo
 
 constexpr int SCALES_STRIDED = 0;  // element (row, block) at row * row_stride + block * block_stride
 
+// Whether scales of rows or columns lie on 128-row tiles of their group, so that a group's first one has to be known.
+constexpr bool HAS_GROUP_TILES = COLUMN_QUANT != QUANT_NONE || ROW_SCALES == SCALES_BLOCKED_GROUPS;
+
 // A kernel argument: tensor maps of the outputs that were asked for, and pointers, null where not.
 struct QuantOutputs {
     TensorMap plain, row_codes, column_codes;

@@ -59,21 +59,48 @@ __device__ __forceinline__ float one_plus_exp_minus(float gate) {
     return __fadd_rn(__fmaf_rn(power, c, power), 1.0f);
 }
 
+// fl(1 / fl(1 + exp(-y))) for y of at least -87.25, the exponential by a polynomial that torch can compute too.
+__device__ __forceinline__ float sigmoid(float y) {
+    constexpr float LOG2E = 0x1.715476p+0f, LN2 = 0x1.62e430p-1f, LN2_LOW = -0x1.05c610p-29f;
+    constexpr float C2 = 0x1.fffdfcp-2f, C3 = 0x1.5557b0p-3f, C4 = 0x1.572a64p-5f, C5 = 0x1.106250p-7f;
+    constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: float32 steps are 1 there
+    const float x = fminf(y, 87.0f);
+    const float t = __fmaf_rn(x, -LOG2E, ROUNDING);
+    const float n = __fadd_rn(t, -ROUNDING);
+    const float r = __fmaf_rn(n, LN2_LOW, __fmaf_rn(n, LN2, x));
+    float p = __fmaf_rn(-C5, r, C4);
+    p = __fmaf_rn(p, r, -C3);
+    p = __fmaf_rn(p, r, C2);
+    p = __fmaf_rn(p, r, -1.0f);
+    p = __fmaf_rn(p, r, 1.0f);
+    // n is in the last bits of t: moved into the exponent.
+    const float e = __int_as_float(__float_as_int(p) + (__float_as_int(t) << 23));
+    const float d = __fadd_rn(e, 1.0f);
+    const float rough = rcp_approx(d);
+    return __fmaf_rn(rough, __fmaf_rn(-d, rough, 1.0f), rough);
+}
+
 // gate = (gate * s) * up with s = 1 / (1 + exp(-gate)), each operation rounded once. s is 0 where it would be subnormal,
 // and for NaN, which the product with gate is again. No branches: what is independent hides the function unit's latency.
 template <int COUNT>
 __device__ __forceinline__ void swiglu(float (&gate)[COUNT], const float (&up)[COUNT]) {
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) {
-#ifdef GATE_ALPHA  // a GateRule of the epilogue: GATE_LIMIT is Inf for none; comparisons keep a NaN
-        const float g = gate[e] > GATE_LIMIT ? GATE_LIMIT : gate[e];
-        const float most = up[e] > GATE_LIMIT ? GATE_LIMIT : up[e];
-        const float u = __fadd_rn(most < -GATE_LIMIT ? -GATE_LIMIT : most, UP_OFFSET);
-        const float s = reciprocal_from_one(one_plus_exp_minus(__fmul_rn(g, GATE_ALPHA)));
-        gate[e] = __fmul_rn(__fmul_rn(g, s), u);
+#ifdef GATE_IN_BF16
+        const uint32_t both = cvt_bf16x2(gate[e], up[e]);
+        const float gate_sum = __uint_as_float(both << 16), up_sum = __uint_as_float(both & 0xFFFF0000);
+        const auto sigmoid_of = [](float x) { return sigmoid(fmaxf(x, -87.25f)); };
 #else
-        const float s = reciprocal_from_one(one_plus_exp_minus(gate[e]));
-        gate[e] = __fmul_rn(__fmul_rn(gate[e], s), up[e]);
+        const float gate_sum = gate[e], up_sum = up[e];
+        const auto sigmoid_of = [](float x) { return reciprocal_from_one(one_plus_exp_minus(x)); };
+#endif
+#ifdef GATE_ALPHA  // a GateRule of the epilogue: GATE_LIMIT is Inf for none; comparisons keep a NaN
+        const float g = gate_sum > GATE_LIMIT ? GATE_LIMIT : gate_sum;
+        const float most = up_sum > GATE_LIMIT ? GATE_LIMIT : up_sum;
+        const float u = __fadd_rn(most < -GATE_LIMIT ? -GATE_LIMIT : most, UP_OFFSET);
+        gate[e] = __fmul_rn(__fmul_rn(g, sigmoid_of(__fmul_rn(g, GATE_ALPHA))), u);
+#else
+        gate[e] = __fmul_rn(__fmul_rn(gate_sum, sigmoid_of(gate_sum)), up_sum);
 #endif
     }
 }

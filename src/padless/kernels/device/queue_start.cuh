@@ -38,6 +38,6 @@ __device__ __forceinline__ bool start_queue(TileQueueStorage& queue, GroupTableS
     if (are_few)
         __syncthreads();
     else
-        build_large_table<BLOCK_M, NUM_THREADS>(groups, offs, num_groups, m, warp, lane);
+        build_large_table<BLOCK_M, NUM_THREADS>(groups, offs, num_groups, m, lane);
     return are_few;
 }

@@ -20,29 +20,15 @@ struct Tile {
     int column;  // first column; of the first CTA where a cluster shares the tile
 };
 
-// The groups in the order in which they are walked.
+// The groups that have rows, in the order in which they are walked.
 struct GroupTable {
     const int* groups;     // [num_groups] number of the group
-    const int* starts;     // [num_groups] its first row
-    const int* ends;       // [num_groups] one past its last row
+    const int* ends;       // by number of the group, of all of them: one past its last row
     const int* tile_ends;  // [num_groups] m-tiles of this group and those before it
     int num_groups;
-};
 
-// Place of group g in the walk: how many groups have more rows, or as many and a smaller number.
-// `ends` are cleaned cumulative ends: ascending, the first group starts at 0.
-__device__ __forceinline__ int place_of_group(const int* ends, int num_groups, int g) {
-    const int rows = ends[g] - (g == 0 ? 0 : ends[g - 1]);
-    int place = 0;
-    int start = 0;
-#pragma unroll 4
-    for (int h = 0; h < num_groups; ++h) {
-        const int other = ends[h] - start;
-        start = ends[h];
-        place += other > rows || (other == rows && h < g);
-    }
-    return place;
-}
+    __device__ __forceinline__ int m_tiles() const { return num_groups == 0 ? 0 : tile_ends[num_groups - 1]; }
+};
 
 template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M, bool HALF_TILES = false>
 struct TileOrder {
@@ -61,12 +47,11 @@ struct TileOrder {
 
     // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
     __device__ __forceinline__ Tile tile_at(int number) {
-        while (at < table.num_groups && number >= table.tile_ends[at] * n_tiles)
-            first_m_tile = table.tile_ends[at++];
-        if (at >= table.num_groups) return Tile{0, 0, 0, 0};
-
-        return tile_in_group(number - first_m_tile * n_tiles, table.groups[at], table.starts[at],
-                             table.ends[at], table.tile_ends[at] - first_m_tile, n_tiles);
+        if (number >= table.m_tiles() * n_tiles) return Tile{0, 0, 0, 0};
+        while (number >= table.tile_ends[at] * n_tiles) first_m_tile = table.tile_ends[at++];
+        const int group = table.groups[at];
+        return tile_in_group(number - first_m_tile * n_tiles, group, group == 0 ? 0 : table.ends[group - 1],
+                             table.ends[group], table.tile_ends[at] - first_m_tile, n_tiles);
     }
 
     // Tile `in_group` of a group that has rows start .. end - 1.
@@ -99,8 +84,7 @@ struct TileOrder<BLOCK_M, BLOCK_N_CLUSTER, RASTER_M, true> {
     int whole;  // tiles before those that are cut
 
     __device__ __forceinline__ TileOrder(const GroupTable& table, int n, int workers) : tiles(table, n) {
-        const int all = table.num_groups == 0 ? 0 : table.tile_ends[table.num_groups - 1] * tiles.n_tiles;
-        whole = whole_tiles(all, workers);
+        whole = whole_tiles(table.m_tiles() * tiles.n_tiles, workers);
     }
 
     // How many of `all` tiles are not cut.

@@ -182,10 +182,10 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
     Tile tile{};
     while (reader.next(tile, lane)) {
         const int group = tile.group;
-        const int start = group == 0 ? 0 : shared.groups.group_ends[group - 1];
+        const int start = group == 0 ? 0 : shared.groups.sorted.ends[group - 1];
         const int first = pair_rank() * LANE_ROWS + warp * 32;
         const int row = tile.row + first;
-        const Placement place{group, start, shared.groups.group_ends[group] - start,
+        const Placement place{group, start, shared.groups.sorted.ends[group] - start,
                               (shared.scale_shifts[group] + start) / 128};
         const RowFactors factors{
             operands.global_a.of(group) * operands.global_b.of(group),

@@ -63,6 +63,7 @@ using uint64_t = unsigned long long;
 #include "device/sm100/descriptors.cuh"
 #include "device/pipeline.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "sm100_grouped/list_scheduler.cuh"
@@ -431,11 +432,11 @@ extern "C" __global__ void
     if (has_small_table)
         __syncthreads();
     else
-        build_large_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, num_groups, m, warp, lane);
-    const Order order(shared.groups.table(num_groups), problem.operands.n);
+        build_large_table<TILE_M, NUM_THREADS>(shared.groups, problem.offs, num_groups, m, lane);
+    const Order order(shared.groups.table(), problem.operands.n);
 #endif
     if constexpr (NEEDS_OWN_TILES) {
-        if (warp == 1) shift_to_own_tiles(shared.groups.group_ends, num_groups, shared.scale_shifts, lane);
+        if (warp == 1) shift_to_own_tiles(shared.groups.sorted.ends, num_groups, shared.scale_shifts, lane);
     }
     tcgen05_fence_before_thread_sync();
     __syncthreads();

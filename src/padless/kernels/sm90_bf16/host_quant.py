@@ -18,6 +18,7 @@ from padless.kernels.epilogue_launch import QuantConfig, check_outputs, output_a
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
 from padless.kernels.sm90_bf16.host import KERNEL, operands
+from padless.layouts import plain_scale
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 Config = Sm90Bf16Config
@@ -44,16 +45,16 @@ def prepare(
         config: the tile, None to choose one. block_m: at least 32 for column outputs, 128 for FP8_BLOCK columns;
             block_n: 256 for FP8_BLOCK rows of a SwiGLU.
 
-    Raises ValueError for what this kernel cannot do: gate and up in halves where the weights' scales are in the 32x4x4
-    layout, and FP8_BLOCK rows and columns of a SwiGLU together.
+    Scales of the weights in the 32x4x4 layout are copied where gate and up are halves. Raises ValueError for what this
+    kernel cannot do: FP8_BLOCK rows and columns of a SwiGLU together.
     """
     m, (num_groups, n) = a.shape[0], b.data.shape[:2]
     check_outputs(n, tensors, epilogue, SM90_BF16_MULTIPLES_OF_N)
+    copies: tuple[torch.Tensor, ...] = ()
     if epilogue.gate_and_up_apart and b.scale_layout == "blocked":
-        raise ValueError(
-            "b has scale_layout 'blocked', whose scales of 128 rows lie together; a SwiGLU of concatenated gate and up "
-            "takes runs of 32 rows of each here: allowed are 'plain' scales, or gate_up 'interleaved'"
-        )
+        # Tiles hold the scales of 128 rows together, and this launch takes runs of 32 rows of gate and of up.
+        b = BlockScaledTensor(b.data, plain_scale(b).contiguous(), b.format, b.global_scale)
+        copies = (b.scale,)
     device = (a.data if isinstance(a, BlockScaledTensor) else a).device.index or 0
     if config is None:
         blocked = b.scale_layout == "blocked"
@@ -72,7 +73,7 @@ def prepare(
     grid = persistent_grid(driver.num_sms(device), tiles)
     shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
     used = [*read.tensors, *present(tensors)]
-    return Prepared(driver.prepare(function, kernel, shape, arguments, used), read.copies)
+    return Prepared(driver.prepare(function, kernel, shape, arguments, used), (*copies, *read.copies))
 
 
 def _direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:

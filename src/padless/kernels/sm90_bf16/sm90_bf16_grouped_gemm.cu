@@ -65,6 +65,7 @@ using uint64_t = unsigned long long;
 #include "device/sm90/output.cuh"
 #include "device/pipeline.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/queue_start.cuh"
@@ -176,9 +177,9 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
             }
         }
 #if EPILOGUE_IS_QUANT
-        const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
-        const Placement place{tile.group, start, shared.groups.group_ends[tile.group] - start,
-                              shared.group_tiles[tile.group]};
+        const int start = tile.group == 0 ? 0 : shared.groups.sorted.ends[tile.group - 1];
+        const Placement place{tile.group, start, shared.groups.sorted.ends[tile.group] - start,
+                              HAS_GROUP_TILES ? shared.group_tiles[tile.group] : 0};
         store_quantized(d, shared.d, store_maps, place, tile, problem.n, warpgroup, warp, lane);
 #else
 #pragma unroll
@@ -260,8 +261,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
     const bool has_first_tile = start_queue<Order, 1, BLOCK_M, NUM_THREADS>(
         shared.queue, shared.groups, NUM_TILE_READERS, end, offs, num_groups, m, n, warp, lane);
 #if EPILOGUE_IS_QUANT
-    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.group_tiles, lane);
-    __syncthreads();
+    if constexpr (HAS_GROUP_TILES) {
+        if (warp == 1) count_row_tiles(shared.groups.sorted.ends, num_groups, shared.group_tiles, lane);
+        __syncthreads();
+    }
 #endif
 
     constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
@@ -272,8 +275,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
         } else if (warp == FIRST_PRODUCER_WARP + 1) {
             if (elect_one())
-                schedule_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                  blockIdx.x, gridDim.x, nullptr, has_first_tile);
+                schedule_tiles<1>(shared.queue, Order(shared.groups.table(), n), counter, blockIdx.x,
+                                  gridDim.x, nullptr, has_first_tile);
         } else if constexpr (CHECKERS_APART) {
             check_tiles(shared, problem, warp - (FIRST_PRODUCER_WARP + 2), lane);
         }

@@ -98,7 +98,8 @@ struct alignas(1024) SharedStorageOf {
     // A byte to each of four checker warps, or two to each of two.
     alignas(4) uint8_t beyond_f16[BEGINS_IN_F16 ? STAGES : 1][4];
 #if EPILOGUE_IS_QUANT
-    int group_tiles[MAX_GROUPS];  // first 128-row tile of each group, every group starting on one
+    int group_tiles[HAS_GROUP_TILES ? MAX_GROUPS
+                                    : 1];  // first 128-row tile of each group, every group starting on one
 #endif
 };
 

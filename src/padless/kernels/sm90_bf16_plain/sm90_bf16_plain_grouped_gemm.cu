@@ -43,6 +43,7 @@ using uint64_t = unsigned long long;
 #include "device/sm90/output.cuh"
 #include "device/pipeline.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/longest_first.cuh"
@@ -50,7 +51,6 @@ using uint64_t = unsigned long long;
 
 #include "sm90_bf16_plain/storage.cuh"
 
-#include "device/rank_groups.cuh"
 #include "sm90_bf16_plain/load.cuh"
 #include "device/sm90/piece_store.cuh"
 #include "device/sm90/bf16_multiply.cuh"
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_p
     // Nothing of global memory is touched before the kernels ahead have ended, which may still be writing it: this kernel may
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
-    rank_groups(shared, offs, num_groups, m, warp, lane);
+    shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups, m);
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_p
             if (elect_one()) load_tiles(shared, problem, map_a, map_b);
         } else if (role == 1) {
             if (elect_one())
-                schedule_tiles<1, false, true>(shared.queue, Order(shared.groups, num_groups, n), counter,
-                                               blockIdx.x, gridDim.x, &shared.next_tile_wanted);
+                schedule_tiles<1, false, true>(shared.queue, Order(shared.groups, n), counter, blockIdx.x,
+                                               gridDim.x, &shared.next_tile_wanted);
         } else {
             store_tiles(shared, problem, map_d, role - 2, lane);
         }

@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Rows& a,
     Pipeline<STAGES> pipeline;
     Tile tile;
     while (reader.next(tile)) {
-        const int tokens = shared.groups.tokens(tile.group), end = shared.groups.ends[tile.group];
+        const int tokens = shared.groups.rows(tile.group), end = shared.groups.ends[tile.group];
         const int blocks = token_blocks(tokens);
         const int draw_at = blocks > BLOCKS_AHEAD ? blocks - BLOCKS_AHEAD : 0;
         if (blocks == 0) mbarrier_arrive(shared_address(&shared.next_tile_wanted));

@@ -47,13 +47,13 @@ using uint64_t = unsigned long long;
 #include "device/sm90/output.cuh"
 #include "device/pipeline.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/longest_first.cuh"
 
 #include "sm90_bf16_wgrad/storage.cuh"
 
-#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_bf16_wgrad/load.cuh"
 #include "device/sm90/piece_store.cuh"
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_w
     // Nothing of global memory is touched before the kernels ahead have ended, which may still be writing it: this kernel may
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
-    rank_groups(shared, offs, num_groups, tokens, warp, lane);
+    shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups, tokens);
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -40,11 +40,12 @@ struct alignas(1024) SharedStorageOf {
     uint64_t d_loaded[NUM_MMA_WARPGROUPS][NUM_D];  // where ACCUMULATE
     uint64_t next_tile_wanted;
     TileQueueStorage queue;
-    RankedGroups<MAX_GROUPS> groups;
+    SortedGroups<MAX_GROUPS> groups;
 };
 
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
+static_assert(sizeof(SharedStorage::d) >= 4 * MAX_GROUPS, "the groups are sorted there");
 #include "device/read_back.cuh"
 
 using Order = LongestFirst<BLOCK_M, BLOCK_N, RASTER_M, MAX_GROUPS>;

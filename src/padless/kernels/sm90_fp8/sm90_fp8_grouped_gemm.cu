@@ -50,6 +50,7 @@ using uint64_t = unsigned long long;
 #include "device/pipeline.cuh"
 #include "device/sm90/row_box.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/weights_prefetch.cuh"
@@ -187,9 +188,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
     }
     if (warp != LOAD_WARP || !has_small_table) griddepcontrol_wait();
     if (!has_small_table) {
-        // All lines of offs at once: the table is built from one after the other.
-        if (warp == 1 && lane * 32 < num_groups) prefetch_global_l2(offs + lane * 32);
-        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, warp, lane);
+        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, lane);
     } else if (EPILOGUE_IS_QUANT) {
         __syncthreads();
     } else if (CLUSTER_N == 1) {
@@ -199,8 +198,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
             bar_sync(START_BARRIER, NUM_THREADS);
     }
 #if EPILOGUE_IS_QUANT
-    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
-    if (CLUSTER_N == 1) __syncthreads();
+    if constexpr (HAS_GROUP_TILES) {
+        if (warp == 1) count_row_tiles(shared.groups.sorted.ends, num_groups, shared.quant.group_tiles, lane);
+        if (CLUSTER_N == 1) __syncthreads();
+    }
 #endif
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
@@ -222,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
             if (elect_one())
                 schedule_tiles<CLUSTER_N, HALF_TILES, TAKES_LATE>(
-                    shared.queue, Order(shared.groups.table(num_groups), n, gridDim.x / CLUSTER_N), counter,
+                    shared.queue, Order(shared.groups.table(), n, gridDim.x / CLUSTER_N), counter,
                     blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_small_table);
         }
 #if !EPILOGUE_IS_QUANT

@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     const bool draws = CLUSTER_N == 1 || cluster_cta_rank() == 0;  // the first CTA does for both
     Tile tile;
     while (reader.next(tile)) {
-        const int blocks = token_blocks(shared.groups.tokens(tile.group));
+        const int blocks = token_blocks(shared.groups.rows(tile.group));
         const int draw_at = blocks > BLOCKS_AHEAD ? blocks - BLOCKS_AHEAD : 0;
         // The engine takes coordinates of bytes that are multiples of 16 alone, whatever the starts hold.
         const int a_start = problem.a.starts[tile.group] & ~31, b_start = problem.b.starts[tile.group] & ~31;

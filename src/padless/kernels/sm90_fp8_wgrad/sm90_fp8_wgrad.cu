@@ -48,13 +48,13 @@ using uint64_t = unsigned long long;
 #include "device/sm90/output.cuh"
 #include "device/pipeline.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/longest_first.cuh"
 
 #include "sm90_fp8_wgrad/storage.cuh"
 
-#include "device/rank_groups.cuh"
 #include "device/gradient_tiles.cuh"
 #include "sm90_fp8_wgrad/load.cuh"
 #include "device/sm90/piece_store.cuh"
@@ -128,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_wg
     // Nothing of global memory is touched before the kernels ahead have ended, which may still be writing it: this kernel may
     // begin before (LaunchShape.programmatic).
     griddepcontrol_wait();
-    rank_groups(shared, offs, num_groups, a_tokens < b_tokens ? a_tokens : b_tokens, warp, lane);
+    shared.groups.build<NUM_THREADS>(reinterpret_cast<int*>(shared.d), offs, num_groups,
+                                     a_tokens < b_tokens ? a_tokens : b_tokens);
     if constexpr (CLUSTER_N > 1) {  // nobody may signal a barrier of a CTA that has not made it yet
         barrier_cluster_arrive();
         barrier_cluster_wait();

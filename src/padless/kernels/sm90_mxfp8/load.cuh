@@ -51,8 +51,8 @@ __device__ __forceinline__ void write_scales(SharedStorage& shared, const Proble
         if constexpr (OF_A) {
             first = tile.row;
             if (source.layout == SCALES_BLOCKED_GROUPS) {
-                const int start = tile.group == 0 ? 0 : shared.groups.group_ends[tile.group - 1];
-                first += tiles_before_group(shared.groups.group_ends, tile.group, lane) * 128LL - start;
+                const int start = tile.group == 0 ? 0 : shared.groups.sorted.ends[tile.group - 1];
+                first += tiles_before_group(shared.groups.sorted.ends, tile.group, lane) * 128LL - start;
             }
         } else if (source.layout == SCALES_PLAIN) {
             first = static_cast<long long>(tile.group) * problem.n + tile.column;

@@ -54,6 +54,7 @@ using uint64_t = unsigned long long;
 #include "device/pipeline.cuh"
 #include "device/sm90/row_box.cuh"
 #include "device/scheduler.cuh"
+#include "device/sorted_groups.cuh"
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/queue_start.cuh"
@@ -167,8 +168,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_mxfp8_
         shared.queue, shared.groups, NUM_CONSUMER_WARPS + NUM_SCALE_WARPS + 1, end, offs, num_groups, m, n,
         warp, lane);
 #if EPILOGUE_IS_QUANT
-    if (warp == 1) count_row_tiles(shared.groups.group_ends, num_groups, shared.quant.group_tiles, lane);
-    __syncthreads();
+    if constexpr (HAS_GROUP_TILES) {
+        if (warp == 1) count_row_tiles(shared.groups.sorted.ends, num_groups, shared.quant.group_tiles, lane);
+        __syncthreads();
+    }
 #endif
 
     if (warp >= NUM_CONSUMER_WARPS) {
@@ -177,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_mxfp8_
             if (elect_one()) load_tiles(shared, problem, map_a, map_b);
         } else if (warp == NUM_CONSUMER_WARPS + 1) {
             if (elect_one())
-                schedule_tiles<1>(shared.queue, Order(shared.groups.table(num_groups), n), counter,
-                                  blockIdx.x, gridDim.x, nullptr, has_first_tile);
+                schedule_tiles<1>(shared.queue, Order(shared.groups.table(), n), counter, blockIdx.x,
+                                  gridDim.x, nullptr, has_first_tile);
         } else if (warp == NUM_CONSUMER_WARPS + 2) {
             write_scales<true>(shared, problem, lane);
         } else {

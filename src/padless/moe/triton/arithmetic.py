@@ -10,26 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from padless.moe.activation import (
-    EXP_HIGH,
-    EXP_LOW,
-    EXP_POLYNOMIAL,
-    GELU_CUBIC,
-    GELU_SLOPE,
-    LN2_HIGH,
-    LN2_LOW,
-    LOG2_E,
-    ROUNDER,
-)
-from padless.quantization.triton import casts
+from padless.moe.activation import GELU_CUBIC, GELU_SLOPE
+from padless.quantization.triton import casts, swiglu_arithmetic
 
-_EXP_LOW = tl.constexpr(EXP_LOW)
-_EXP_HIGH = tl.constexpr(EXP_HIGH)
-_LOG2_E = tl.constexpr(LOG2_E)
-_ROUNDER = tl.constexpr(ROUNDER)
-_LN2_HIGH = tl.constexpr(LN2_HIGH)
-_LN2_LOW = tl.constexpr(LN2_LOW)
-_P0, _P1, _P2, _P3, _P4, _P5 = (tl.constexpr(p) for p in EXP_POLYNOMIAL)
 _GELU_CUBIC = tl.constexpr(GELU_CUBIC)
 _GELU_SLOPE = tl.constexpr(GELU_SLOPE)
 _F16_PER_E4M3 = tl.constexpr(256.0)
@@ -62,47 +45,32 @@ def from_e4m3(codes, HARDWARE_CAST: tl.constexpr):
 
 
 @triton.jit
-def exponential(x):
-    """e^x for x from EXP_LOW to EXP_HIGH, others count as the nearer end; off by less than 2 units in the last place."""
-    x = tl.minimum(tl.maximum(x, _EXP_LOW), _EXP_HIGH)
-    n = (x * _LOG2_E + _ROUNDER) - _ROUNDER
-    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    p = r * _P0 + _P1
-    p = p * r + _P2
-    p = p * r + _P3
-    p = p * r + _P4
-    p = p * r + _P5
-    y = (p * (r * r) + r) + 1.0
-    return y * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+def sigmoid(x, HARDWARE: tl.constexpr):
+    """1 / (1 + e^-x): that of SwiGLU's backward, for an x of at least its bound."""
+    return swiglu_arithmetic.sigmoid(swiglu_arithmetic.bounded(x), HARDWARE)
 
 
 @triton.jit
-def sigmoid(x):
-    """1 / (1 + e^-x), the division correctly rounded."""
-    return casts.quotient(1.0, 1.0 + exponential(0.0 - x))
-
-
-@triton.jit
-def gelu(x):
+def gelu(x, HARDWARE: tl.constexpr):
     """x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): the tanh form."""
     cubic = (x * x) * x
-    return x * sigmoid((x + cubic * _GELU_CUBIC) * _GELU_SLOPE)
+    return x * sigmoid((x + cubic * _GELU_CUBIC) * _GELU_SLOPE, HARDWARE)
 
 
 @triton.jit
-def activated(gate, up, KIND: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr):
+def activated(gate, up, KIND: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr, HARDWARE: tl.constexpr):
     """The activation of float32 gate and up, as `padless.moe.activation.activate` defines it; up is unused without."""
     if HAS_LIMIT:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if KIND == "swiglu":
-        h = (gate * sigmoid(gate * alpha)) * (up + up_offset)
+        h = (gate * sigmoid(gate * alpha, HARDWARE)) * (up + up_offset)
     elif KIND == "geglu":
-        h = gelu(gate) * (up + up_offset)
+        h = gelu(gate, HARDWARE) * (up + up_offset)
     elif KIND == "gelu":
-        h = gelu(gate)
+        h = gelu(gate, HARDWARE)
     elif KIND == "silu":
-        h = gate * sigmoid(gate)
+        h = gate * sigmoid(gate, HARDWARE)
     else:
         tl.static_assert(KIND == "relu2")
         positive = tl.where(gate < 0.0, 0.0, gate)

@@ -282,7 +282,7 @@ def _quantize_rows(
         x = casts.to_float32(values)
     else:
         x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
-                  alpha, up_offset, limit, HAS_LIMIT)  # fmt: skip
+                  alpha, up_offset, limit, HAS_LIMIT, HARDWARE_CAST)  # fmt: skip
 
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     # Codes that are stored together, and how many there are in a row.
@@ -355,14 +355,15 @@ def _quantize_rows(
 
 @triton.jit
 def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ARRANGEMENT: tl.constexpr,
-          BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr):  # fmt: skip
+          BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr,
+          HARDWARE: tl.constexpr):  # fmt: skip
     """float32 (BLOCK_M, BLOCK_K) of the rows at x_ptrs, activated; 0 outside."""
     if not GATED:
         x = casts.to_float32(tl.load(x_ptrs[:, None] + column[None, :], mask=inside, other=0.0))
         if ACTIVATION == "":
             values = x
         else:
-            values = arithmetic.activated(x, x, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT)
+            values = arithmetic.activated(x, x, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
     else:
         if ARRANGEMENT == 2:
             wide = chunk * (2 * BLOCK_K) + tl.arange(0, 2 * BLOCK_K)
@@ -378,6 +379,6 @@ def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.
                 up_column = gate_column + 32
             gate = casts.to_float32(tl.load(x_ptrs[:, None] + gate_column[None, :], mask=inside, other=0.0))
             up = casts.to_float32(tl.load(x_ptrs[:, None] + up_column[None, :], mask=inside, other=0.0))
-        values = arithmetic.activated(gate, up, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT)
+        values = arithmetic.activated(gate, up, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
         values = tl.where(inside, values, 0.0)
     return values

@@ -11,6 +11,7 @@ from padless.formats import ceil_div
 from padless.moe.triton import arithmetic
 from padless.moe.triton.combine import DTYPES
 from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
 
 _SLOTS = 256
 
@@ -19,7 +20,7 @@ def slots_to_rows(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """(T * k,) float32: values (T, k), contiguous, in the order of rows. T is not 0."""
     count = inverse.numel()
     out = torch.empty(count, dtype=torch.float32, device=values.device)
-    _slots_to_rows[(ceil_div(count, _SLOTS),)](values, inverse, out, count, SLOTS=_SLOTS, num_warps=4)
+    launch(_slots_to_rows, ceil_div(count, _SLOTS))(values, inverse, out, count, SLOTS=_SLOTS, num_warps=4)
     return out
 
 
@@ -27,7 +28,7 @@ def rows_to_slots(values: torch.Tensor, inverse: torch.Tensor, out_dtype: torch.
     """(T, k) in out_dtype: values (T * k,) float32 in the order of slots, 0 where inverse is negative. T is not 0."""
     count = inverse.numel()
     out = torch.empty(inverse.shape, dtype=out_dtype, device=values.device)
-    _rows_to_slots[(ceil_div(count, _SLOTS),)](
+    launch(_rows_to_slots, ceil_div(count, _SLOTS))(
         values, inverse, out, count, OUT=DTYPES[out_dtype], SLOTS=_SLOTS, num_warps=4
     )
     return out

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.runtime.driver import is_made
 
 _TILE = 128
 
@@ -16,7 +17,7 @@ def transpose(x: torch.Tensor) -> torch.Tensor:
     """(G, K, N) of x (G, N, K), both uint8 and contiguous."""
     groups, n, k = x.shape
     out = torch.empty((groups, k, n), dtype=torch.uint8, device=x.device)
-    if x.numel() > 0:
+    if x.numel() > 0 and is_made(None):
         grid = (ceil_div(k, _TILE) * ceil_div(n, _TILE), groups)
         _transpose[grid](x, out, n, k, TILE=_TILE, num_warps=4)
     return out

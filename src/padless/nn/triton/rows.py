@@ -9,6 +9,7 @@ import triton.language as tl
 
 from padless.formats import ceil_div
 from padless.moe.triton import arithmetic
+from padless.quantization.triton.launches import launch
 
 _TAIL_ROWS, _TAIL_COLUMNS = 32, 512
 _DECODED_ROWS, _BLOCK = 64, 128
@@ -18,7 +19,7 @@ def zero_tail(t: torch.Tensor, offs: torch.Tensor) -> None:
     """Writes zeros to the rows from offs[-1] on of t (M, N), contiguous. Programs that have none of them end at once."""
     rows, columns = t.shape
     if t.numel() > 0:
-        _zero_tail[(ceil_div(rows, _TAIL_ROWS),)](
+        launch(_zero_tail, ceil_div(rows, _TAIL_ROWS))(
             t, offs, rows, columns, offs.shape[0], ROWS=_TAIL_ROWS, COLUMNS=_TAIL_COLUMNS, num_warps=4
         )
 
@@ -28,7 +29,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     rows, columns = codes.shape
     out = torch.empty((rows, columns), dtype=torch.bfloat16, device=codes.device)
     blocks = ceil_div(columns, _BLOCK)
-    _dequantize[(ceil_div(rows, _DECODED_ROWS) * blocks,)](
+    launch(_dequantize, ceil_div(rows, _DECODED_ROWS) * blocks)(
         codes.view(torch.uint8), scale, out, rows, columns, scale.stride(1), blocks,
         ROWS=_DECODED_ROWS, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from padless.moe.triton.arithmetic import rounded
 from padless.moe.triton.combine import DTYPES
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import swiglu_arithmetic as arithmetic
+from padless.quantization.triton.launches import launch
 
 _BLOCK = 128
 _INTERLEAVE = tl.constexpr(32)
@@ -30,7 +31,7 @@ def swiglu_backward(
     h = torch.empty(dh.shape, dtype=z.dtype, device=z.device)
     dprob = torch.empty(rows, dtype=torch.float32, device=z.device)
     quads = tiles.QUADS.value
-    _swiglu_backward[(ceil_div(rows, quads),)](
+    launch(_swiglu_backward, ceil_div(rows, quads))(
         dh, z, prob, offs, dz, h, dprob, rows, hidden, dh.stride(0), z.stride(0), offs.shape[0],
         OUT=DTYPES[z.dtype], INTERLEAVED=gate_up == "interleaved", ROWS=quads, BLOCK=_BLOCK,
         HARDWARE=casts.casts_in_hardware(z.device), num_warps=4, enable_fp_fusion=False,

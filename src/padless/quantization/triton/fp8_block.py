@@ -20,6 +20,7 @@ import triton.language as tl
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div, is_mn_major
 from padless.layouts import empty_mn_major, to_mn_major
 from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
 
 # FP8_BLOCK's constants as the kernels use them.
 _BLOCK = tl.constexpr(128)
@@ -37,16 +38,16 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor |
     *groups, m, columns = shape
     if codes.numel() > 0 and kind == "activation":
         block_m = casts.tile_rows(m, x.dtype)
-        grid = (ceil_div(columns, 128) * ceil_div(m, block_m),)
+        programs = ceil_div(columns, 128) * ceil_div(m, block_m)
         sizes = (m, columns, x.stride(0), scale.stride(1) if is_mn_major(scale) else m, *scale.stride())
         warps = 4 if block_m >= 32 else 1
-        _fp8_block_activation[grid](
+        launch(_fp8_block_activation, programs)(
             x, stored, scale, *sizes, rows, x.shape[0], BLOCK_M=block_m, HARDWARE_CAST=hardware_cast, num_warps=warps
         )
     elif codes.numel() > 0:
-        grid = (math.prod(groups) * ceil_div(m, 128) * ceil_div(columns, 128),)
+        programs = math.prod(groups) * ceil_div(m, 128) * ceil_div(columns, 128)
         stride = x.stride(0) if groups else 0
-        _fp8_block_weight[grid](
+        launch(_fp8_block_weight, programs)(
             x, stored, scale, m, columns, stride, x.stride(-2), HARDWARE_CAST=hardware_cast, num_warps=8
         )
     return BlockScaledTensor(codes, scale, FP8_BLOCK)

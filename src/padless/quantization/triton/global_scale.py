@@ -14,6 +14,7 @@ import triton.language as tl
 from padless.formats import ceil_div
 from padless.layouts import group_max
 from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
 from padless.quantization.triton.row_blocks import WORD_INPUTS, as_rows, is_word_aligned
 
 # The tile whose largest value one program looks for: a row of a warp, eight 16-byte loads a thread.
@@ -33,7 +34,9 @@ def global_scale(x: torch.Tensor, scale_rule: str, offs: torch.Tensor | None) ->
     factors = torch.empty((groups, 2), dtype=torch.float32, device=x.device)
     if groups > 0:
         block = min(max(triton.next_power_of_2(count), 16), 4096)
-        _derive[(groups,)](amax, decode, factors, count, RULE=scale_rule, BLOCK=block, num_warps=8 if count > 64 else 1)
+        launch(_derive, groups)(
+            amax, decode, factors, count, RULE=scale_rule, BLOCK=block, num_warps=8 if count > 64 else 1
+        )
     return (decode, factors) if x.dim() == 3 or offs is not None else (decode[0], factors[0])
 
 
@@ -44,7 +47,9 @@ def given_factors(decode: torch.Tensor, scale_rule: str) -> torch.Tensor:
     count = given.numel()
     if count > 0:
         block = min(triton.next_power_of_2(count), 1024)
-        _factors_of_given[(ceil_div(count, block),)](given, factors, count, RULE=scale_rule, BLOCK=block, num_warps=1)
+        launch(_factors_of_given, ceil_div(count, block))(
+            given, factors, count, RULE=scale_rule, BLOCK=block, num_warps=1
+        )
     return factors
 
 
@@ -60,7 +65,7 @@ def partial_amax(x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
         words = WORD_INPUTS.get(x.dtype, "none") if is_word_aligned(flat) else "none"
         values = flat if words == "none" else flat.view(torch.int32)
         sizes, tile = (rows, K, values.stride(0)), {"BLOCK_M": _ROWS, "BLOCK_K": _COLUMNS}
-        _chunk_amax[(chunks * tiles,)](values, amax, *sizes, WORDS=words, BY_ROW=by_row, **tile, num_warps=4)
+        launch(_chunk_amax, chunks * tiles)(values, amax, *sizes, WORDS=words, BY_ROW=by_row, **tile, num_warps=4)
     if offs is not None:
         return group_max(amax.amax(1), offs)[:, None]
     groups = x.shape[0] if x.dim() == 3 else 1

@@ -16,6 +16,7 @@ import triton.language as tl
 from padless.formats import ceil_div
 from padless.kernels.group_tiles import TokenGroups
 from padless.quantization import columns_rules
+from padless.quantization.triton.launches import launch
 
 # Words of a tile in the table, each a row of it: first row of the source, rows, how many of them are tokens of a group
 # (all or none), first column / 32, columns / 32.
@@ -60,7 +61,7 @@ def group_tiles(offs: torch.Tensor, num_rows: int, alignment: int) -> GroupTiles
     count = num_tiles(num_rows, num_groups, alignment)
     table = torch.empty((_WORDS, count), dtype=torch.int32, device=offs.device)
     starts, block_starts = (torch.empty(num_groups, dtype=torch.int32, device=offs.device) for _ in range(2))
-    _group_tiles[(num_groups + 1,)](
+    launch(_group_tiles, num_groups + 1)(
         offs.contiguous(),
         table,
         starts,

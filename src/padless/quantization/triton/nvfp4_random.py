@@ -12,6 +12,7 @@ import triton.language as tl
 
 from padless.formats import NVFP4, ceil_div
 from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
 from padless.quantization.triton.row_blocks import _nvfp4_scale
 
 _BLOCK_M = 16
@@ -25,7 +26,7 @@ def nvfp4_stochastic(x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor)
     data = torch.empty((rows, columns // 2), dtype=torch.uint8, device=x.device)
     scale = torch.empty((rows, ceil_div(columns, NVFP4.block_k)), dtype=torch.uint8, device=x.device)
     if rows > 0:
-        _nvfp4_stochastic[(ceil_div(rows, _BLOCK_M) * ceil_div(columns, _BLOCK_K),)](
+        launch(_nvfp4_stochastic, ceil_div(rows, _BLOCK_M) * ceil_div(columns, _BLOCK_K))(
             x,
             data,
             scale,
@@ -48,7 +49,7 @@ def hadamard(x: torch.Tensor, signs: int) -> torch.Tensor:
     rows, columns = x.shape
     out = torch.empty((rows, columns), dtype=torch.float32, device=x.device)
     if rows > 0:
-        _hadamard[(ceil_div(rows, _BLOCK_M) * ceil_div(columns, _BLOCK_K),)](
+        launch(_hadamard, ceil_div(rows, _BLOCK_M) * ceil_div(columns, _BLOCK_K))(
             x, out, signs, rows, columns, x.stride(0), BLOCK_M=_BLOCK_M, BLOCK_K=_BLOCK_K, num_warps=4
         )
     return out

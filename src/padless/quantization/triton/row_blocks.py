@@ -29,6 +29,7 @@ from padless.formats import (
 )
 from padless.quantization import rules as quantize_rules
 from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
 
 WORD_INPUTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Those of 448, 57344 and 6, the largest codes of the MX formats, in float32.
@@ -98,7 +99,7 @@ def row_blocks(
         scale_rows = scale.numel() // blocked_size(1, columns) * TILE_ROWS
     if data.numel() > 0:
         tile = choose_tile(rows, K, x.dtype, format, scale_layout)
-        grid = (ceil_div(K, tile.columns) * ceil_div(rows, tile.rows),)
+        programs = ceil_div(K, tile.columns) * ceil_div(rows, tile.rows)
         # Loaded as words of two, 16-bit values come 16 to a thread, a whole block of NVFP4; loaded one by one
         # they come 8 to a thread, and two threads work out every scale.
         by_words = format.codes_per_byte == 2 and is_word_aligned(flat)
@@ -106,7 +107,7 @@ def row_blocks(
         values = flat if words == "none" else flat.view(torch.int32)
         pointers = (values, data, scale, factors, group, scale_row)
         sizes = (rows, K, values.stride(0), columns, rows_per_group, scale_rows)
-        _row_blocks[grid](
+        launch(_row_blocks, programs)(
             *pointers,
             *sizes,
             source,

@@ -20,7 +20,8 @@ from padless.layouts import empty_mn_major
 from padless.quantization import columns_rules
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
-from padless.runtime.driver import Driver
+from padless.quantization.triton.launches import launch
+from padless.runtime.driver import Driver, stream_of
 
 # A thread of the 256 holds 64 values, of 16 bits in 32 registers: three programs fit on a multiprocessor of Hopper, so
 # that some load while others compute. Without the rows 128 threads are 2 to 9% faster (tools/tune_columns.py).
@@ -78,7 +79,7 @@ def rows_columns(
         starts, block_starts = of.starts, of.block_starts
         to = (row_codes, with_padding(row_scale)) if rows else (None, None)
         prepared = host.prepare(driver, x, tokens, of, to[0], to[1], columns.codes, columns.scale, block[0] == 128)
-        prepared.launch(torch._C._cuda_getCurrentRawStream(x.device.index) if x.is_cuda else 0)
+        prepared.launch(stream_of(x))
     else:
         found = groups.group_tiles(offs, num_rows, alignment)
         starts, block_starts = found.starts, found.block_starts
@@ -98,7 +99,7 @@ def _launch(
     """The Triton kernel for any x."""
     num_rows, features = x.shape
     words = tiles.word_type(x)
-    _rows_columns[(found.num_tiles * ceil_div(features, 128),)](
+    launch(_rows_columns, found.num_tiles * ceil_div(features, 128))(
         x,
         found.table,
         row_codes,

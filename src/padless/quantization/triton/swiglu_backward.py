@@ -20,8 +20,9 @@ from padless.layouts import empty_mn_major
 from padless.quantization.triton import casts, tiles
 from padless.quantization.triton import group_tiles as groups
 from padless.quantization.triton import swiglu_arithmetic as arithmetic
+from padless.quantization.triton.launches import launch
 from padless.quantization.triton.rows_columns import empty_columns, with_padding
-from padless.runtime.driver import Driver
+from padless.runtime.driver import Driver, stream_of
 
 # One program on a multiprocessor of Hopper: 256 threads with all their registers are 18% faster than 512 with half of
 # them (measured, tools/tune_columns.py).
@@ -61,15 +62,14 @@ def swiglu_backward(
     if driver is not None and host.fits(dh, z, offs):
         of = groups.token_groups(offs, num_rows, alignment)
         starts, block_starts = of.starts, of.block_starts
-        launch = host.prepare(driver, dh, z, prob, of, out, interleaved, square).launch
-        launch(torch._C._cuda_getCurrentRawStream(z.device.index) if z.is_cuda else 0)
+        host.prepare(driver, dh, z, prob, of, out, interleaved, square).launch(stream_of(z))
     else:
         found = groups.group_tiles(offs, num_rows, alignment)
         starts, block_starts = found.starts, found.block_starts
         _launch(dh, z, prob, found, out, interleaved, square)
     dprob = torch.empty(sums.shape[1], dtype=torch.float32, device=z.device)
     if dprob.numel() > 0:
-        _sum_blocks[(ceil_div(num_rows, _ROWS_AT_ONCE),)](
+        launch(_sum_blocks, ceil_div(num_rows, _ROWS_AT_ONCE))(
             sums, dprob, num_rows, blocks, BLOCK_M=_ROWS_AT_ONCE, num_warps=4
         )
     return (row_codes, row_scale, *of_dz, *of_hidden, starts, block_starts, dprob)
@@ -92,7 +92,7 @@ def _launch(
     layout = {"INTERLEAVED": interleaved, "WHOLE": hidden % 128 == 0}
     if straddling:
         layout = {"ALIGNED": hidden % 16 == 0}
-    kernel[(found.num_tiles * ceil_div(2 * hidden if straddling else hidden, 128),)](
+    launch(kernel, found.num_tiles * ceil_div(2 * hidden if straddling else hidden, 128))(
         dh,
         z,
         prob,

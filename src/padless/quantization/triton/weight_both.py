@@ -12,6 +12,7 @@ import triton.language as tl
 
 from padless.formats import ceil_div
 from padless.quantization.triton import casts, tiles
+from padless.quantization.triton.launches import launch
 
 # Four programs of 256 threads fit on a multiprocessor of Hopper, so that some load while others compute.
 NUM_WARPS = 8
@@ -31,7 +32,7 @@ def weight_both(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     if w.numel() > 0:
         words = N % 4 == 0
         dtype = tiles.word_type(w)
-        _weight_both[(scale.numel(),)](
+        launch(_weight_both, scale.numel())(
             w,
             codes,
             scale,

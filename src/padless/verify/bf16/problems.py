@@ -8,12 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
-from padless.kernels.wgrad import GRADIENT_DTYPES
-from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.row_groups import clamped_ends
-from padless.runtime.choices import BackendName
-from padless.verify.problems.wgrad import GuardedGradient
 
 _STEP = 16  # tokens that the tensor core adds at once
 
@@ -26,28 +21,6 @@ class RowsShape:
     past: int
     n: int
     k: int
-
-
-# M, N and K differ everywhere; every length of a last block; groups of 0, 1, 127, 129 rows; more tiles than CTAs; rows
-# of 16 bytes and more, and K that no tile divides.
-SHAPES = (
-    RowsShape((1,), 0, 16, 48),
-    RowsShape((0, 0, 0), 3, 80, 144),
-    RowsShape((5, 0, 130, 1), 3, 264, 136),
-    RowsShape((127, 128, 129, 1), 0, 272, 400),
-    RowsShape((0, 64, 65, 63, 0), 7, 520, 384),
-    RowsShape((15, 16, 17, 31, 32, 33, 47, 48, 49), 0, 152, 208),
-    RowsShape((300, 0, 7, 1029, 127), 11, 1008, 1048),
-    RowsShape((4112,), 0, 528, 656),
-    RowsShape(tuple((37 * g) % 53 for g in range(40)), 5, 200, 656),
-    RowsShape((257, 0, 640), 1, 2064, 4104),
-)
-VARIANTS = tuple(
-    Bf16WgradConfig(block_n=block_n, block_t=block_t, piece_slabs=slabs, out_dtype=dtype)
-    for dtype, (block_n, block_t, slabs) in itertools.product(
-        GRADIENT_DTYPES, ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -120,18 +93,3 @@ def padded(rows: Rows) -> Rows:
     sizes = [end - start + -(end - start) % _STEP for start, end in rows.groups]
     offs = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(rows.offs)
     return Rows(filled(rows.dy), filled(rows.x), offs)
-
-
-def run(
-    rows: Rows, config: Bf16WgradConfig, backend: BackendName | None = None, onto: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The kernel's result in a guarded output; ``onto``: what it is accumulated onto."""
-    shape = (rows.offs.shape[0], rows.dy.shape[1], rows.x.shape[1])
-    guarded = GuardedGradient(shape, config.out_dtype, str(rows.dy.device), onto)
-    grouped_gemm_wgrad(
-        rows.dy, rows.x, offs=rows.offs, out=guarded.out, accumulate=onto is not None, backend=backend, config=config
-    )
-    if guarded.out.is_cuda:
-        torch.cuda.synchronize()
-    guarded.check()
-    return guarded.out

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from padless.kernels.table import kernels_arch
 from padless.runtime.choices import BackendName
-
-_BITS = {2: torch.int16, 4: torch.int32}
+from padless.testing.bits import bits as bits_of
 
 
 def backend_of(arch: str) -> BackendName:
     """The emulator's backend that runs the kernels of a GPU of ``arch``."""
     return "emulator" if kernels_arch(arch) == "sm_90a" else "emulator:sm_100a"
+
+
+def settings_of(backend: BackendName | None) -> AbstractContextManager[object]:
+    """Multiprocessors enough for the largest cluster, where the emulator runs the kernels."""
+    if backend is None or not backend.startswith("emulator"):
+        return nullcontext()
+    from padless.emulator.fake_driver import driver_of
+
+    return driver_of(backend).configured(num_sms=4)
 
 
 def emulation_cost(rows: int, groups: int, n: int, k: int) -> float:
@@ -22,4 +32,4 @@ def emulation_cost(rows: int, groups: int, n: int, k: int) -> float:
 
 def bits(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """The valid rows as integers, on the CPU."""
-    return out[: int(offs[-1])].cpu().view(_BITS[out.element_size()])
+    return bits_of(out[: int(offs[-1])].cpu())

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
+from padless.kernels.table import kernels_arch
 from padless.runtime.driver import Driver, LaunchShape, cuda_driver
 from padless.runtime.jit import compile_kernel
+from padless.verify.checks import Comparison
 
 KERNEL = "wgmma_probe/wgmma_probe.cu"
 M, N, K_BYTES = 64, 8, 32
@@ -135,3 +137,17 @@ def check_tensor_core(problems: int = 40, seed: int = 0) -> str:
                 )
     assert not wrong, "; ".join(wrong)
     return f"{compared} accumulators of {len(PAIRS)} pairs of types, bit for bit the same"
+
+
+def rehearse(arch: str) -> None:
+    """A problem of every pair, by the emulator."""
+    from padless.emulator.fake_driver import emulated_driver
+
+    for pair in PAIRS:
+        for _, operands in problems_of(pair, 1, 0):
+            run_wgmma(emulated_driver(arch), pair, *operands)
+
+
+COMPARISONS = {
+    "emulator's tensor core agrees": Comparison(check_tensor_core, lambda arch: [(kernels_arch(arch),)], rehearse)
+}

@@ -18,8 +18,10 @@ from padless.kernels.table import QUANT
 from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
+from padless.testing.guarded import GuardedOutput
 from padless.verify.fuzz import exact, operands
-from padless.verify.fuzz.place import Guarded, Judge, Place
+from padless.verify.fuzz.judge import Judge
+from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.products import Product, arch_of, config_of, k_multiple, routes_of, shape
 
@@ -364,18 +366,18 @@ def judge_epilogue(o: Options, place: Place) -> None:
     numbers = _numbers(o, p)
     epilogue = _epilogue(o, numbers)
     like = with_outputs(epilogue, EpilogueTensors(), p.rows, o["n"], p.groups, torch.device("cpu"), o["m_aligned"])
-    fences: dict[str, Guarded] = {}
+    fences: dict[str, GuardedOutput] = {}
     given: dict[str, Any] = {"column_tiles": like.column_tiles}
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(like, name)
         if t is not None:
-            fences[name] = Guarded(place, t.shape[0], t.shape[1], t.dtype, o["gaps"][2])
+            fences[name] = place.output(t.shape[0], t.shape[1], t.dtype, o["gaps"][2])
             given[name] = fences[name].out
     for name in ("row_scale", "column_scale"):
         t = getattr(like, name)
         if t is not None:
             size = t.untyped_storage().nbytes()
-            fences[name] = flat = Guarded(place, 1, size, torch.uint8, round_up(size + 1, 256) - size, guard=1)
+            fences[name] = flat = place.output(1, size, torch.uint8, round_up(size + 1, 256) - size, guard=1)
             given[name] = _as(flat.out, t)
     if like.amax is not None:
         given["amax"] = torch.full((p.groups,), float("-inf"), device=place.device)
@@ -387,7 +389,7 @@ def judge_epilogue(o: Options, place: Place) -> None:
     for name, guarded in fences.items():
         anything = bool(o["hostile"]) or name.endswith("scale")
         valid = p.rows if o["hostile"] else (1 if name.endswith("scale") else p.valid)
-        guarded.check(place.judge, f"fences of {name}", valid, anything=anything)
+        place.judge.written(f"fences of {name}", guarded, valid, anything=anything)
     if o["hostile"]:
         return
     values = _values(o, p, numbers, _keywords(o, p, numbers, config), config)

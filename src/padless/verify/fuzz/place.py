@@ -1,85 +1,101 @@
-"""Places for problems: the device, what is said against results, outputs between guards; no wait for the device.
-
-A judgement is one truth value on the device. It is asked for when a whole batch of problems has been launched.
-"""
+"""Places for problems: the device, outputs, graphs and threads there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
 from padless.runtime.choices import BackendName
-from padless.testing.guarded import POISON
+from padless.testing.bits import bits
+from padless.testing.guarded import GUARD_ROWS, GuardedOutput
+from padless.testing.operands import moved
+from padless.testing.timing import capture
+from padless.verify.fuzz.judge import Discarding, Judge
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BYTE = 0xA5  # poison of outputs of bytes, which have no NaN to spare
-
-
-def bits(t: torch.Tensor) -> torch.Tensor:
-    """The bit patterns of t as integers, without a copy."""
-    return t.view(_BITS[t.element_size()])
-
-
-class Judge:
-    """Truth values of what is wrong, by problem and by name."""
-
-    def __init__(self) -> None:
-        self._names: list[tuple[int, str]] = []
-        self._flags: list[torch.Tensor] = []
-        self._known: list[tuple[int, str]] = []
-        self.problem = 0
-
-    def wrong(self, name: str, flag: torch.Tensor | bool) -> None:
-        """Says that the current problem is wrong where ``flag``, a () bool tensor, is true."""
-        if isinstance(flag, bool):
-            if flag:
-                self._known.append((self.problem, name))
-            return
-        self._names.append((self.problem, name))
-        self._flags.append(flag)
-
-    def same(self, name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-        """All bits are equal, but that any NaN of floating point is as good as another."""
-        if got.shape != want.shape or got.dtype != want.dtype:
-            self.wrong(f"{name}: {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}", True)
-        elif got.numel() > 0:
-            differ = bits(got) != bits(want)
-            if got.element_size() > 1 and got.is_floating_point():
-                differ = differ & ~(got.isnan() & want.isnan())
-            self.wrong(name, differ.any())
-
-    def near(self, name: str, got: torch.Tensor, exact: torch.Tensor, tolerance: torch.Tensor, largest: float) -> None:
-        """got is within tolerance of exact (float64); NaN where that is. Where it would exceed ``largest``, anything."""
-        if got.shape != exact.shape:
-            self.wrong(f"{name}: {tuple(got.shape)}, not {tuple(exact.shape)}", True)
-        elif got.numel() > 0:
-            near = (got.double() - exact).abs() <= tolerance
-            near = torch.where(exact.isnan(), got.isnan(), near | (exact.abs() + tolerance > largest))
-            self.wrong(name, ~near.all())
-
-    def verdicts(self) -> dict[int, list[str]]:
-        """Names of what is wrong, by problem. Waits for the device; then everything is forgotten."""
-        found: dict[int, list[str]] = {}
-        for problem, name in self._known:
-            found.setdefault(problem, []).append(name)
-        if self._flags:
-            flags = [flag.to(self._flags[0].device) for flag in self._flags]  # sequences use several GPUs
-            for wrong, (problem, name) in zip(torch.stack(flags).tolist(), self._names, strict=True):
-                if wrong:
-                    found.setdefault(problem, []).append(name)
-        self._names, self._flags, self._known = [], [], []
-        return found
+Item = TypeVar("Item")
 
 
 @dataclass
 class Place:
-    """A device, a backend, and the judge of what is computed there. ``arch``: of the kernels, "" for none."""
+    """A device, a backend, and the judge of what is computed there. ``arch``: of the kernels, "" for none.
+
+    part: (number, of how many) of a check's problems that are made here.
+    """
 
     device: torch.device
     backend: BackendName
     arch: str
     judge: Judge = field(default_factory=Judge)
+    part: tuple[int, int] = (0, 1)
+
+    @property
+    def is_rehearsal(self) -> bool:
+        return isinstance(self.judge, Discarding)
+
+    def some(self, problems: Sequence[Item]) -> Sequence[Item]:
+        """Those of a check's problems that are made here."""
+        return problems[self.part[0] :: self.part[1]]
+
+    def put(self, t: Any) -> Any:
+        return moved(t, self.device)
+
+    def output(
+        self, rows: int | tuple[int, ...], columns: int, dtype: torch.dtype, gap: int = 0, guard: int | None = None
+    ) -> GuardedOutput:
+        """An output of poison; fewer guard rows where what is stored is no tile of a GPU."""
+        guard = (GUARD_ROWS if self.device.type == "cuda" else 4) if guard is None else guard
+        return GuardedOutput(rows, columns, dtype, self.device, gap=gap, guard=guard)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def times(self, count: int) -> range:
+        """Repetitions of a call that asks for nothing new: one in a rehearsal."""
+        return range(1 if self.is_rehearsal else count)
+
+    @contextmanager
+    def no_wait(self) -> Iterator[None]:
+        """In this block torch raises where something waits for the GPU."""
+        if self.device.type != "cuda":
+            yield
+            return
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    def replayed(self, calls: Callable[[], object], targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        """Captures calls in a CUDA graph, copies ``sources`` into operands, and replays it; elsewhere calls again."""
+        with self.no_wait():
+            calls()
+        replay = capture(calls, self.device).replay if self.device.type == "cuda" else calls
+        for target, source in zip(targets, sources, strict=True):
+            bits(target).copy_(bits(source))
+        replay()
+
+    def in_threads(self, work: Callable[[int], None], count: int) -> None:
+        """work(0), work(1), .. in threads, each with a stream of its own; elsewhere one after the other."""
+
+        def in_stream(index: int) -> None:
+            stream = torch.cuda.Stream(self.device)
+            with torch.cuda.stream(stream):
+                work(index)
+                stream.synchronize()
+
+        if self.device.type != "cuda":
+            list(map(work, range(count)))
+            return
+        self.synchronize()
+        with ThreadPoolExecutor(count) as threads:
+            list(threads.map(in_stream, range(count)))
 
     @property
     def has_kernels(self) -> bool:
@@ -121,30 +137,3 @@ def reserve(place: Place) -> None:
         small = [torch.empty(1 << 19, dtype=torch.uint8, device=place.device) for _ in range(256)]
         large = torch.empty(3 << 29, dtype=torch.uint8, device=place.device)
         del small, large
-
-
-class Guarded:
-    """A (rows, columns) output of poison inside of more poison: guard rows before and behind, and a gap after each row.
-
-    gap: bytes between the rows. Floating-point outputs are full of a NaN that no arithmetic makes; bytes of one number.
-    """
-
-    def __init__(
-        self, place: Place, rows: int, columns: int, dtype: torch.dtype, gap: int = 0, guard: int | None = None
-    ) -> None:
-        size = dtype.itemsize
-        kind, self._poison = (torch.uint8, _BYTE) if size == 1 else POISON[size]
-        guard = (256 if place.device.type == "cuda" else 4) if guard is None else guard
-        self._guard, self._rows, self._columns = guard, rows, columns
-        shape = (guard + rows + guard, columns + gap // size)
-        self._whole = torch.full(shape, self._poison, dtype=kind, device=place.device)
-        self.out = self._whole.view(dtype)[guard : guard + rows, :columns]
-
-    def check(self, judge: Judge, name: str, valid: int, *, anything: bool = False) -> None:
-        """Rows [0, valid) were written, every element of them, and nothing else; anything: not even that is asked."""
-        left = self._whole == self._poison
-        region = left[self._guard : self._guard + (self._rows if anything else valid), : self._columns]
-        if not anything and self._whole.element_size() > 1:
-            judge.wrong(f"{name}: elements of valid rows were not written", region.any())
-        region.fill_(True)
-        judge.wrong(f"{name}: something was written outside of the valid rows", ~left.all())

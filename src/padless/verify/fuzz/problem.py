@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -132,6 +132,7 @@ class Subject:
     kernels: architectures whose kernels make the call, with "reference" for torch on a CPU.
     emulated: whether the emulator has something to do with it.
     kind: of a problem's options; see `padless.verify.fuzz.kinds`.
+    lines: options of the fixed problems that `padless verify` runs.
     """
 
     constants: Callable[[Draw], Options]
@@ -142,6 +143,7 @@ class Subject:
     kernels: tuple[str, ...] = EVERYWHERE
     emulated: bool = False
     kind: KindOf = lambda options: ()
+    lines: Callable[[], Iterable[Options]] = tuple
 
     def draw(self, name: str, draw: Draw, model: Model | None = None) -> Problem:
         """A problem: any, or one as the model's."""

@@ -19,16 +19,12 @@ from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.runtime.choices import BackendName
 from padless.testing.operands import BF16
 from padless.verify.formats import configs_of
+from padless.verify.fuzz import judge as judging
 from padless.verify.fuzz import operands
 from padless.verify.fuzz.operands import Operand, Weight, spans
-from padless.verify.fuzz.place import Guarded, Place
+from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 
-# Part of the sum of |a * b| that a sum may be off by: FP8 tensor cores keep 13 fractional bits of the largest of 32
-# products, the others, and the reference, float32.
-_FP8_SUM, _FLOAT32_SUM = 2.0**-8, 2.0**-17
-_UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
-_TINY = {torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24, torch.float32: 2.0**-149}
 BESIDE = ("alone", "alone", "reversed", "gemm", "layout")
 
 
@@ -184,29 +180,14 @@ class Product:
         )
         self.dtype = DTYPES[o["out"]]
 
-    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(float64 products of the valid rows, sums of the magnitudes)."""
-        n = self.b.values.shape[1]
-        out = torch.empty((self.valid, n), dtype=torch.float64, device=self.place.device)
-        sums = torch.empty_like(out)
-        for group, (start, end) in enumerate(spans(self.ends, self.rows)):
-            if start < end:
-                a, b = self.a.values[start:end], self.b.values[group].t()
-                torch.matmul(a, b, out=out[start:end])
-                torch.matmul(a.abs(), b.abs(), out=sums[start:end])
-        return out, sums
-
-    def tolerance(self, exact: torch.Tensor, sums: torch.Tensor, config: object) -> torch.Tensor:
-        fp8 = self.place.has_kernels and not _is_bf16(self.o, config, self.place)
-        of_sum = (_FP8_SUM if fp8 else _FLOAT32_SUM) * sums
-        return exact.abs() * _UNIT[self.dtype] * 1.01 + of_sum + _TINY[self.dtype]
+    def exact(self) -> judging.Product:
+        """Float64 products of the valid rows."""
+        return judging.exact_grouped(self.a.values, self.b.values, spans(self.ends, self.rows))
 
     def near(self, name: str, out: torch.Tensor, config: object) -> None:
         """The valid rows of ``out`` against float64."""
-        exact, sums = self.exact()
-        largest = 0.98 * torch.finfo(self.dtype).max
-        tolerance = self.tolerance(exact, sums, config).nan_to_num(0.0)
-        self.place.judge.near(name, out[: self.valid], exact, tolerance, largest)
+        fp8 = self.place.has_kernels and not _is_bf16(self.o, config, self.place)
+        self.place.judge.product(name, out[: self.valid], self.exact, judging.precision_of(fp8))
 
     def some_rows(self) -> tuple[int, int, int] | None:
         """(group, first row, end row) of a few rows of one group, picked by the seed."""
@@ -231,13 +212,13 @@ def judge_grouped_gemm(o: Options, place: Place) -> None:
     p, judge = Product(o, place), place.judge
     config = config_of(place, o)
     call: dict[str, Any] = {"backend": place.backend, "config": config}
-    guarded = Guarded(place, p.rows, o["n"], p.dtype, o["gaps"][2])
+    guarded = place.output(p.rows, o["n"], p.dtype, o["gaps"][2])
     out = grouped_gemm(p.a.given, p.b.given, p.offs, out=guarded.out, **call)
     judge.wrong("the result is not out", out is not guarded.out)
     if o["hostile"]:
-        guarded.check(judge, "fences with wrong offsets", p.rows, anything=True)
+        judge.written("fences with wrong offsets", guarded, p.rows, anything=True)
         return
-    guarded.check(judge, "fences", p.valid)
+    judge.written("fences", guarded, p.valid)
     p.near("float64", out, config)
     beside = o["beside"]
     if beside == "alone":
@@ -329,9 +310,9 @@ def judge_gemm(o: Options, place: Place) -> None:
     p, judge = Product(o, place), place.judge
     config = config_of(place, o, "gemm")
     b = operands.dense(p.b.given)
-    guarded = Guarded(place, p.rows, o["n"], p.dtype, o["gaps"][2])
+    guarded = place.output(p.rows, o["n"], p.dtype, o["gaps"][2])
     out = gemm(operands.without_groups(p.a.given), b, out=guarded.out, backend=place.backend, config=config)
-    guarded.check(judge, "fences", p.valid)
+    judge.written("fences", guarded, p.valid)
     p.near("float64", out, config)
     if p.valid > 1:
         rows = torch.arange(p.valid // 2, p.valid, device=place.device)
@@ -383,7 +364,7 @@ def judge_list(o: Options, place: Place) -> None:
             )
         ]
         b += [operands.weight(place, o["b"], 1, n, k, generator, layout=layout, globals_=1)]
-        fences.append(Guarded(place, m, n, dtype, 16))
+        fences.append(place.output(m, n, dtype, 16))
     alpha = None
     if o["alpha"]:
         alpha = torch.rand(len(a), device=place.device, generator=generator) + 0.5
@@ -396,15 +377,12 @@ def judge_list(o: Options, place: Place) -> None:
     )
     fp8 = place.has_kernels
     for i, (out, guarded) in enumerate(zip(outs, fences, strict=True)):
-        guarded.check(place.judge, "fences", out.shape[0])
+        place.judge.written("fences", guarded, out.shape[0])
         if out.numel() == 0:
             continue
-        exact = a[i].values @ b[i].values[0].t()
-        sums = a[i].values.abs() @ b[i].values[0].abs().t()
-        if alpha is not None:
-            exact, sums = exact * alpha[i].double(), sums * alpha[i].double()
-        tolerance = exact.abs() * _UNIT[dtype] * 1.01 + (_FP8_SUM if fp8 else _FLOAT32_SUM) * sums + _TINY[dtype]
-        place.judge.near("float64", out, exact, tolerance, 0.98 * torch.finfo(dtype).max)
+        exact = judging.exact_product(a[i].values, b[i].values[0].t())
+        exact = exact if alpha is None else exact.scaled(alpha[i])
+        place.judge.product("float64", out, exact, judging.precision_of(fp8))
         if alpha is None and not fp8:
             one = gemm(a[i].plain, operands.dense(b[i].plain), out_dtype=dtype, backend=place.backend)
             place.judge.same("as a dense product", out, one)

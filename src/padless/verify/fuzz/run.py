@@ -15,11 +15,11 @@ from typing import Any
 from padless.runtime.choices import BackendName
 from padless.testing import machine
 from padless.testing.processes import cpus
+from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Problem
 from padless.verify.fuzz.subjects import judged
 from padless.verify.fuzz.worker import Tally, Task, run_process
-from padless.verify.invariance import settings_of
 
 _PROGRESS_S = 15.0
 _MOST_REFUSED = 1 / 3  # of a call's problems: beyond, nothing was fuzzed

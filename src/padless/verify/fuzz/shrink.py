@@ -29,7 +29,7 @@ _SIMPLE = {
     "up_offset": 0.0,
     "alignment": 32,
 }
-_KEPT = ("seed", "beside", "call", "module", "top_k", "m_aligned")
+_KEPT = ("seed", "beside", "call", "module", "top_k", "m_aligned", "cluster", "pieces")
 
 
 def _smaller(options: Options) -> Iterator[Options]:

@@ -64,12 +64,27 @@ SUBJECTS: dict[str, Subject] = {
         3,
         ("reference", "sm_90a"),
         emulated=True,
+        lines=training.wgrad_lines,
     ),
     "plain.grouped_gemm": Subject(
-        plain.product_constants, plain.product_rest, plain.judge_product, 8, 3, ("reference", "sm_90a"), emulated=True
+        plain.product_constants,
+        plain.product_rest,
+        plain.judge_product,
+        8,
+        3,
+        ("reference", "sm_90a"),
+        emulated=True,
+        lines=plain.product_lines,
     ),
     "plain.grouped_gemm_wgrad": Subject(
-        plain.wgrad_constants, plain.wgrad_rest, plain.judge_wgrad, 4, 2, ("reference", "sm_90a"), emulated=True
+        plain.wgrad_constants,
+        plain.wgrad_rest,
+        plain.judge_wgrad,
+        4,
+        2,
+        ("reference", "sm_90a"),
+        emulated=True,
+        lines=plain.wgrad_lines,
     ),
     "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route),
     "moe.gather_quantize": Subject(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial, reduce
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -15,16 +18,17 @@ from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
 from padless.quantization.swiglu_backward import swiglu_backward_quantize
+from padless.reference.wgrad import grouped_gemm_wgrad_reference
+from padless.testing.bits import bits
 from padless.verify.fuzz import exact
+from padless.verify.fuzz.case import Change, judge_case, whole
+from padless.verify.fuzz.judge import Precision, exact_product, precision_of
 from padless.verify.fuzz.operands import spans
-from padless.verify.fuzz.place import Guarded, Place
+from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.quantizers import STRIDES, strided
-from padless.verify.problems.wgrad import block_of
+from padless.verify.problems.wgrad import block_of, padded_to_blocks, permuted, poisoned
 
-# FP8 tensor cores keep 13 fractional bits of the largest of 32 products and of the sum.
-_FP8_SUM, _FLOAT32_SUM = 2.0**-8, 2.0**-17
-_UNIT = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-23}
 _E4M3_STEP = 2.0**-4  # half of the distance of neighbours, relative
 
 
@@ -165,6 +169,63 @@ def _near_columns(
 # --- weight gradients ------------------------------------------------------------------------------------
 
 
+# M, N and K differ everywhere; every length of a last block; groups of 0, 1, 127, 129 tokens; more tiles than CTAs.
+_WGRADS: tuple[tuple[tuple[int, ...], int, int, int, tuple[int, int]], ...] = (
+    ((1,), 0, 16, 48, (32, 32)),
+    ((0, 0, 0), 3, 80, 144, (32, 32)),
+    ((5, 0, 130, 1), 3, 272, 144, (32, 32)),
+    ((127, 128, 129, 1), 0, 272, 400, (128, 32)),
+    ((0, 64, 65, 63, 0), 7, 528, 384, (32, 128)),
+    ((15, 16, 17, 31, 32, 33), 0, 160, 208, (32, 32)),
+    ((300, 0, 7, 1029, 127), 11, 1008, 1040, (128, 128)),
+    ((4112,), 0, 528, 656, (32, 32)),
+    (tuple((37 * g) % 53 for g in range(40)), 5, 208, 656, (32, 32)),
+    ((257, 0, 640), 1, 2064, 4112, (32, 32)),
+)
+_KERNELS = [
+    {"mode": mode, "out": out, "tile": tile, "cluster": 1, "pieces": 0}
+    for mode, out in itertools.product(MODES, ("bfloat16", "float32"))
+    for tile in blocks_m(mode, DTYPES[out])
+] + [{"mode": mode, "out": "bfloat16", "tile": 0, "cluster": 2, "pieces": 0} for mode in MODES]
+# What is added by the multiprocessor and by the copy engine, in clusters too.
+_ADDING = [
+    {"mode": mode, "out": "float32", "tile": 256, "cluster": cluster, "pieces": 2}
+    for cluster, mode in ((1, "1d2d"), (2, "1d2d"), (2, "1d1d"))
+] + [{"mode": "1d2d", "out": "float32", "tile": 128, "cluster": 1, "pieces": 1}]
+
+
+_LARGE = 1 << 22  # elements of a result, of which one kind of codes is enough: the reference on the GPU is slow
+_OTHERS: Options = {"past": 0, "alignments": [32, 32], "gap": 0, "nan_group": -1, "tiny": False, "normal": False}
+
+
+def wgrad_lines() -> Iterator[Options]:
+    """Fixed problems: every kernel on every shape, stored and accumulated."""
+    storing = [_OTHERS | kernel | {"accumulate": False} for kernel in _KERNELS]
+    adding = [_OTHERS | k | {"accumulate": True} for k in (*_KERNELS, *_ADDING) if k["out"] == "float32"]
+    for seed, (sizes, past, n, k, alignments) in enumerate(_WGRADS):
+        shape = {"sizes": [*sizes], "past": past, "n": n, "k": k, "alignments": [*alignments], "seed": seed}
+        for kernel, normal in itertools.product(storing, (True, False)):
+            if normal or len(sizes) * n * k <= _LARGE:
+                properties = ["near", "bits", "changes"] if normal else ["bits"]
+                yield kernel | shape | {"normal": normal, "properties": properties}
+
+    def line(kernel: Options, sizes: list[int], n: int, k: int, *properties: str) -> Options:
+        return kernel | {"sizes": sizes, "n": n, "k": k, "seed": 77, "properties": [*properties]}
+
+    for kernel in adding:
+        yield line(kernel, [0, 199, 1, 56], 272, 400, "near", "repeats")
+        yield line(kernel, [100, 0, 57, 99], 272, 400, "microbatches")
+        yield line(kernel, [0, 0, 256, 0], 272, 400, "microbatches")
+        yield line(kernel | {"tiny": True}, [5, 0, 130, 1], 272, 144, "bits")
+    for kernel in (_OTHERS | kernel | {"accumulate": kernel["out"] == "float32"} for kernel in _KERNELS):
+        yield line(kernel | {"past": 3}, [5, 0, 130, 1], 272, 144)
+        yield line(kernel | {"past": 7}, [0, 64, 700], 272, 144)
+    for kernel in storing:
+        yield line(kernel, [300, 0, 7, 1029, 127, 64, 1], 1008, 1040, "repeats")
+    for kernel in (*storing[:1], *adding):
+        yield line(kernel, [100, 0, 57, 99], 272, 400, "replay")
+
+
 def wgrad_constants(draw: Draw) -> Options:
     mode, out = draw.one(MODES), draw.one(("bfloat16", "float32"))
     return {
@@ -172,11 +233,18 @@ def wgrad_constants(draw: Draw) -> Options:
         "out": out,
         "accumulate": out == "float32" and draw.maybe(0.5),
         "tile": draw.one((0, *blocks_m(mode, DTYPES[out]))),
+        "cluster": 1,
+        "pieces": 0,
     }
 
 
+def gradient_properties(draw: Draw, constants: Options) -> list[str]:
+    """Properties of a random weight gradient, its values always."""
+    some = ("", "bits", "change", "change", "replay", *(["microbatches"] if constants["accumulate"] else []))
+    return ["near", *filter(None, [draw.one(some)])]
+
+
 def wgrad_rest(draw: Draw, fixed: Options) -> Options:
-    del fixed
     return {
         "sizes": draw.sizes(5),
         "past": draw.past(),
@@ -185,20 +253,27 @@ def wgrad_rest(draw: Draw, fixed: Options) -> Options:
         "alignments": [draw.one((32, 128)), draw.one((32, 128))],
         "gap": 16 * draw.one((0, 0, 1, 3)),
         "nan_group": draw.randrange(5) if draw.maybe(0.1) else -1,
+        "tiny": False,
+        "normal": draw.maybe(0.3),
         "seed": draw.data_seed(),
+        "properties": gradient_properties(draw, fixed),
     }
 
 
 def _columns(
     place: Place, o: Options, features: int, block: tuple[int, int], alignment: int, generator: torch.Generator
 ) -> tuple[GroupedColumns, torch.Tensor]:
-    """(operand, float64 values (rows of groups, features)): any codes, slack of zeros, NaN in the codes of a group and
-    behind all of them."""
+    """(operand, float64 values (rows of groups, features)): any codes or those of normal numbers, slack of zeros, NaN in
+    the codes of a group and behind all of them."""
     sizes, rows = o["sizes"], sum(o["sizes"]) + o["past"]
     groups, device = len(sizes), place.device
     width = padded_tokens(rows, groups, alignment)
-    data = torch.randint(0, 256, (features, width), dtype=torch.uint8, device=device, generator=generator)
-    data = torch.where((data & 0x7F) == 0x7F, data & 0xF0, data)
+    if o["normal"]:
+        numbers = torch.randn((features, width), device=device, generator=generator) * 112
+        data = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        data = torch.randint(0, 256, (features, width), dtype=torch.uint8, device=device, generator=generator)
+        data = torch.where((data & 0x7F) == 0x7F, data & 0xF0, data)
     shape = (num_scale_rows(rows, groups), scale_columns(features, block))
     scale = torch.exp2(torch.rand(shape, device=device, generator=generator) * 8 - 12)
     starts, blocks, values = [], [], []
@@ -236,70 +311,137 @@ def _columns(
     return operand, torch.cat(values) if values else empty
 
 
-def judge_wgrad(o: Options, place: Place) -> None:
-    generator = place.generator(o["seed"])
-    dtype, groups = DTYPES[o["out"]], len(o["sizes"])
-    dy, dy_values = _columns(place, o, o["n"], (1, 128), o["alignments"][0], generator)
-    x, x_values = _columns(place, o | {"nan_group": -1}, o["k"], block_of(o["mode"]), o["alignments"][1], generator)
-    config = None
-    if o["tile"] and place.has_kernels:
-        config = WgradConfig(block_m=o["tile"], mode=o["mode"], out_dtype=dtype)
-    n, k = o["n"], o["k"]
-    guarded = Guarded(place, groups * n, k, dtype, o["gap"], guard=16)
-    out = guarded.out.unflatten(0, (groups, n))
-    before = None
-    if o["accumulate"]:
-        before = torch.randn((groups, n, k), device=place.device, generator=generator)
-        out.copy_(before)
-    call: dict[str, Any] = {"backend": place.backend, "config": config}
-    grouped_gemm_wgrad(dy, x, out=out, accumulate=o["accumulate"], **call)
-    judge = place.judge
-    guarded.check(judge, "fences", groups * n)
-    fresh = out
-    if before is not None:
-        fresh = grouped_gemm_wgrad(dy, x, out_dtype=torch.float32, **call)
-        filled = place.ends([int(size > 0) for size in o["sizes"]])[:, None, None] > 0
-        judge.same("accumulated is one addition", out, torch.where(filled, before + fresh, before))
-    first = 0
-    for group, size in enumerate(o["sizes"]):
-        a, b = dy_values[first : first + size].t(), x_values[first : first + size]
-        wanted, sums = a @ b, a.abs() @ b.abs()
-        of_sum = (_FP8_SUM if place.has_kernels else _FLOAT32_SUM) * sums
-        tolerance = (wanted.abs() * _UNIT[dtype] * 1.01 + of_sum + 2.0**-126).nan_to_num(0.0)
-        judge.near("float64", fresh[group], wanted, tolerance, 3e38)
-        first += size
-    _judge_group_alone(o, place, dy, x, fresh, call)
+class Gradient:
+    """A weight gradient, stored, or added to random values; to a NaN of its own in groups without tokens."""
+
+    operands: Any
+    config: Any = None
+    adds_only = False  # the kernel that adds stores nothing: what is stored is the default's
+
+    def __init__(self, o: Options, place: Place, generator: torch.Generator) -> None:
+        self.o, self.place, self.dtype = o, place, DTYPES[o["out"]]
+        self.shape = (len(o["sizes"]), o["n"], o["k"])
+        self._filled = place.ends([int(size > 0) for size in o["sizes"]])[:, None, None] > 0
+        self._before = None
+        if o["accumulate"]:
+            random = torch.randn(self.shape, device=place.device, generator=generator)
+            random = random * 2.0**-130 if o.get("tiny") else random
+            empty = torch.full_like(random, 0, dtype=torch.int32).fill_(0x7FABCDEF)  # an addition would not keep it
+            self._before = torch.where(self._filled, random, empty.view(torch.float32))
+
+    def call(self, operands: Any, **how: Any) -> torch.Tensor:
+        """grouped_gemm_wgrad of these operands."""
+        raise NotImplementedError
+
+    def _made(self, out: torch.Tensor, operands: Any, *, accumulate: bool = False) -> torch.Tensor:
+        config = None if self.adds_only and not accumulate else self.config
+        return self.call(operands, out=out, accumulate=accumulate, backend=self.place.backend, config=config)
+
+    def make(self, out: torch.Tensor) -> None:
+        self._made(out, self.operands)
+        if self.o["accumulate"]:  # one behind the other
+            self._made(out, self.operands, accumulate=True)
+
+    def made(self, fresh: torch.Tensor) -> torch.Tensor:
+        return fresh + fresh if self.o["accumulate"] else fresh
+
+    def run(self, operands: Any) -> torch.Tensor:
+        """The stored gradient. Added, it is one addition to each group that has tokens, of no group another bit."""
+        (groups, n, k), judge = (operands[0].offs.shape[0], *self.shape[1:]), self.place.judge
+        gap = self.o["gap"]
+        guarded = self.place.output(groups * n, k, self.dtype, gap, guard=16)
+        fresh = self._made(guarded.out.unflatten(0, (groups, n)), operands)
+        judge.written("fences", guarded, groups * n)
+        if self._before is not None and operands is self.operands:
+            onto = self.place.output(groups * n, k, self.dtype, gap, guard=16)
+            out = onto.out.unflatten(0, (groups, n))
+            out.copy_(self._before)
+            self._made(out, self.operands, accumulate=True)
+            judge.written("fences where it accumulates", onto, groups * n)
+            want = torch.where(self._filled, self._before + fresh, self._before)
+            judge.same("accumulated is one addition", bits(out.contiguous()), bits(want))
+        if self.o.get("tiny"):
+            least = torch.finfo(torch.float32).tiny
+            judge.wrong("no product is subnormal", ~((fresh != 0) & (fresh.abs() < least)).any())
+        return fresh
+
+    def added_to(self, total: torch.Tensor) -> torch.Tensor:
+        """``total`` and the exact bits of the gradient; groups without tokens keep theirs."""
+        return torch.where(self._filled, total + self.reference(), total)
+
+    def microbatches(self, others: Sequence[Gradient]) -> None:
+        """Stores, with an addition for each of the others, in one stream."""
+        out = torch.full(self.shape, math.nan, dtype=self.dtype, device=self.place.device)
+        self._made(out, self.operands)
+        for other in others:
+            self._made(out, other.operands, accumulate=True)
+
+        def total() -> torch.Tensor:
+            return reduce(lambda sums, other: other.added_to(sums), others, self.reference())
+
+        self.place.judge.same("microbatches are additions", out, total)
+
+    def reference(self) -> torch.Tensor:
+        """The bits of the product, of float32."""
+        raise NotImplementedError
+
+    def near_product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: Precision) -> None:
+        """``out`` is a @ b, of float64."""
+        self.place.judge.product("float64", out, partial(exact_product, a, b), precision)
 
 
-def _judge_group_alone(
-    o: Options, place: Place, dy: GroupedColumns, x: GroupedColumns, fresh: torch.Tensor, call: dict[str, Any]
-) -> None:
-    """One group by itself: its tokens copied to the front."""
-    filled = [g for g, size in enumerate(o["sizes"]) if size]
-    if not filled:
-        return
-    group = random.Random(o["seed"]).choice(filled)
-    size = o["sizes"][group]
-    parts = []
-    for operand in (dy, x):
-        start = sum(-(-s // operand.alignment) * operand.alignment for s in o["sizes"][:group])
-        block = sum(-(-s // 128) for s in o["sizes"][:group])
-        width = padded_tokens(size, 1, operand.alignment)
-        data = torch.zeros((operand.features, width), dtype=torch.uint8, device=place.device)
-        data[:, :size] = operand.data.view(torch.uint8)[:, start : start + size]
-        scale = torch.full((num_scale_rows(size, 1), operand.scale.shape[1]), math.nan, device=place.device)
-        count = -(-size // 128)
-        scale[:count] = operand.scale[block : block + count]
-        zero = place.ends([0])
-        parts.append(
-            replace(
-                operand,
-                data=data.view(torch.float8_e4m3fn),
-                scale=scale,
-                offs=place.ends([size]),
-                starts=zero,
-                block_starts=zero.clone(),
-            )
-        )
-    alone = grouped_gemm_wgrad(parts[0], parts[1], out_dtype=fresh.dtype, **call)
-    place.judge.same("a group alone", alone[0], fresh[group])
+class Wgrad(Gradient):
+    """Of FP8 columns."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        generator = place.generator(o["seed"])
+        dy, self._dy = _columns(place, o, o["n"], (1, 128), o["alignments"][0], generator)
+        x, self._x = _columns(place, o | {"nan_group": -1}, o["k"], block_of(o["mode"]), o["alignments"][1], generator)
+        super().__init__(o, place, generator)
+        if o["tiny"]:
+            dy, x = replace(dy, scale=dy.scale * 2.0**-94), replace(x, scale=x.scale * 2.0**-40)
+            self._dy, self._x = self._dy * 2.0**-94, self._x * 2.0**-40
+        self.operands, self.adds_only = (dy, x), o["pieces"] > 0
+        if place.has_kernels and (o["tile"] or o["cluster"] > 1):
+            tile = {"block_m": o["tile"]} if o["tile"] else {}
+            self.config = WgradConfig(
+                **tile, cluster_n=o["cluster"], mode=o["mode"], out_dtype=self.dtype,
+                accumulate=o["pieces"] > 0, reduced_pieces=o["pieces"],
+            )  # fmt: skip
+
+    def call(self, operands: Any, **how: Any) -> torch.Tensor:
+        return grouped_gemm_wgrad(*operands, **how)
+
+    def near(self, out: torch.Tensor) -> None:
+        first = 0
+        for group, size in enumerate(self.o["sizes"]):
+            rows = slice(first, first + size)
+            precision = precision_of(self.place.has_kernels)._replace(floor=2.0**-126)
+            self.near_product(out[group], self._dy[rows].t(), self._x[rows], precision)
+            first += size
+
+    def reference(self) -> torch.Tensor:
+        how = "tensor_core" if self.place.has_kernels else "fp8_block"
+        return grouped_gemm_wgrad_reference(*self.operands, out_dtype=torch.float32, accumulation=how)
+
+    def changes(self) -> Iterator[Change]:
+        dy, x = self.operands
+        groups = range(self.shape[0])
+        yield "padded to blocks", (padded_to_blocks(dy), padded_to_blocks(x)), whole, whole
+        yield "groups in reverse", (permuted(dy, groups[::-1]), permuted(x, groups[::-1])), turned, whole
+        for group in ends_of(self.o["sizes"]):
+            others = (poisoned(dy, group), poisoned(x, group))
+            yield "NaN in all other groups", others, itemgetter(group), itemgetter(group)
+
+
+def ends_of(sizes: list[int]) -> set[int]:
+    """The first and the last group that has tokens."""
+    filled = [group for group, size in enumerate(sizes) if size]
+    return {*filled[:1], *filled[-1:]}
+
+
+def turned(t: torch.Tensor) -> torch.Tensor:
+    return t.flip(0)
+
+
+judge_wgrad = partial(judge_case, Wgrad)

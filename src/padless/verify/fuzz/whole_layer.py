@@ -9,12 +9,10 @@ import torch
 
 from padless import moe
 from padless.compat.cudnn.calls import grouped_gemm_quant
-from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
+from padless.layouts import plain_scale
 from padless.moe.activation import Activation
-from padless.moe.fused import fuses, gate_rule_of
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import quantize
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.layers import draw_ids, exact_activation, routing_of
@@ -138,11 +136,8 @@ class _Layer:
         offs, tokens, inverse = routing_of(ids, self.o["experts"])
         rows = x[tokens.long()]
         a: Any = rows if self.format is None else quantize(rows, self.format, global_scale=self.scale)
-        if fuses(self.w13, self.activation, self.format, self.place.backend):
-            hidden = self._fused(a, offs)
-        else:
-            product = self._product(a, self.w13, self.bias13, offs)
-            hidden = moe.activate_quantize(product, self.activation, self.format, global_scale=self.scale)
+        product = self._product(a, self.w13, self.bias13, offs)
+        hidden = moe.activate_quantize(product, self.activation, self.format, global_scale=self.scale)
         y = self._product(hidden, self.w2, self.bias2, offs)
         return moe.combine(y, inverse, weights, shared, out_dtype=x.dtype)
 
@@ -154,23 +149,6 @@ class _Layer:
         )
         product: torch.Tensor = made["d_tensor"]
         return product
-
-    def _fused(self, a: Any, offs: torch.Tensor) -> Any:
-        """SwiGLU's float32 values of the quantising call, quantized apart."""
-        epilogue = Epilogue(
-            bias=self.bias13 is not None,
-            activation=f"swiglu_{self.o['gate_up']}",
-            gate_rule=gate_rule_of(self.activation),
-            d_dtype=torch.float32,
-        )
-        given = EpilogueTensors(bias=None if self.bias13 is None else self.bias13.float())
-        values = grouped_gemm_epilogue(a, self.w13, offs, epilogue, given, backend=self.place.backend).d
-        assert values is not None
-        valid = torch.arange(values.shape[0], device=values.device)[:, None] < offs[-1]
-        values = torch.where(valid, values, 0.0)  # rows of no expert hold whatever was in memory
-        if self.format is None:
-            return values.to(torch.bfloat16)
-        return quantize(values, self.format, global_scale=self.scale)
 
     def exact(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
@@ -187,6 +165,6 @@ class _Layer:
 
 
 def _weights(w: BlockScaledTensor) -> torch.Tensor:
-    scale = exact.spread(exact.scales(w.scale), w.format, "weight", w.logical_shape)
+    scale = exact.spread(exact.scales(plain_scale(w)), w.format, "weight", w.logical_shape)
     values = exact.decoded(w.data, w.format) * scale
     return values if w.global_scale is None else values * w.global_scale.double().view(-1, 1, 1)

@@ -16,11 +16,11 @@ import torch
 
 from padless.runtime.choices import BackendName
 from padless.runtime.shared_cache import alone
+from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz.place import Place, place_of, reserve
 from padless.verify.fuzz.problem import Draw, Model, Problem, Subject
 from padless.verify.fuzz.shrink import shrunk
 from padless.verify.fuzz.subjects import subjects_of
-from padless.verify.invariance import settings_of
 
 BATCH = {"cuda": 48, "reference": 16, "emulator": 1}
 _KITS = 4  # of all workers together

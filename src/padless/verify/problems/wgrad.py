@@ -1,4 +1,4 @@
-"""Random problems of weight gradients, changes that must not change their bits, and guarded outputs."""
+"""Random problems of weight gradients, and changes that must not change their bits."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import ceil_div, round_up
-from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
-from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.layouts import GroupedColumns
-from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
-from padless.runtime.choices import BackendName
-from padless.testing.guarded import POISON
 
 NAN_CODE = 0x7F
 _STEP = 32  # tokens; groups' slack is zero up to a multiple
-_BITS = {2: torch.int16, 4: torch.int32}
-_GUARD = 4096  # elements on both sides of an output
 
 
 @dataclass(frozen=True)
@@ -32,31 +25,6 @@ class WgradShape:
     n: int
     k: int
     alignments: tuple[int, int] = (32, 32)
-
-
-# M, N and K differ everywhere; every length of a last block; groups of 0, 1, 127, 129 tokens; more tiles than CTAs.
-SHAPES = (
-    WgradShape((1,), 0, 16, 48),
-    WgradShape((0, 0, 0), 3, 80, 144),
-    WgradShape((5, 0, 130, 1), 3, 272, 144),
-    WgradShape((127, 128, 129, 1), 0, 272, 400, (128, 32)),
-    WgradShape((0, 64, 65, 63, 0), 7, 528, 384, (32, 128)),
-    WgradShape((15, 16, 17, 31, 32, 33), 0, 160, 208),
-    WgradShape((300, 0, 7, 1029, 127), 11, 1008, 1040, (128, 128)),
-    WgradShape((4112,), 0, 528, 656),
-    WgradShape(tuple((37 * g) % 53 for g in range(40)), 5, 208, 656),
-    WgradShape((257, 0, 640), 1, 2064, 4112),
-)
-VARIANTS = tuple(
-    WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype)
-    for mode, dtype in itertools.product(MODES, GRADIENT_DTYPES)
-    for block_m in blocks_m(mode, dtype)
-) + tuple(WgradConfig(cluster_n=2, mode=mode) for mode in MODES)
-# What is added by the multiprocessor and by the copy engine, in clusters too; these store nothing.
-ADDING = tuple(
-    WgradConfig(256, 0, cluster_n, mode=mode, out_dtype=torch.float32, accumulate=True, reduced_pieces=2)
-    for cluster_n, mode in ((1, "1d2d"), (2, "1d2d"), (2, "1d1d"))
-)
 
 
 def block_of(mode: str) -> tuple[int, int]:
@@ -174,48 +142,3 @@ def permuted(operand: GroupedColumns, order: Sequence[int]) -> GroupedColumns:
     )
     moved = with_data(operand, data)
     return replace(moved, scale=scale, offs=offs, starts=starts_, block_starts=block_starts_)
-
-
-class GuardedGradient:
-    """An output (G, N, K) of poison, or of given values, between two guards of poison."""
-
-    def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, device: str, values: torch.Tensor | None = None
-    ) -> None:
-        groups, n, k = shape
-        bits, poison = POISON[dtype.itemsize]
-        self._whole = torch.full((2 * _GUARD + groups * n * k,), poison, dtype=bits, device=device)
-        self.out = self._whole.view(dtype)[_GUARD : _GUARD + groups * n * k].view(shape)
-        if values is not None:
-            self.out.copy_(values)
-        self._poison = poison
-
-    def check(self) -> None:
-        """Raises AssertionError where a guard was touched or a value not written."""
-        guards = torch.cat([self._whole[:_GUARD], self._whole[-_GUARD:]])
-        assert bool((guards == self._poison).all()), "a guard beside the output was written"
-        left = self._whole[_GUARD:-_GUARD] == self._poison
-        assert not bool(left.any()), f"{int(left.sum())} elements of the output were not written"
-
-
-def run(
-    dy: GroupedColumns,
-    x: GroupedColumns,
-    config: WgradConfig,
-    backend: BackendName | None = None,
-    onto: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The kernel's result in a guarded output; ``onto``: what it is accumulated onto."""
-    shape = (dy.num_groups, dy.features, x.features)
-    guarded = GuardedGradient(shape, config.out_dtype, str(dy.data.device), onto)
-    grouped_gemm_wgrad(dy, x, out=guarded.out, accumulate=onto is not None, backend=backend, config=config)
-    if guarded.out.is_cuda:
-        torch.cuda.synchronize()
-    guarded.check()
-    return guarded.out
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all bits agree, those of NaN and the signs of zeros included."""
-    kind = _BITS[a.element_size()]
-    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))

@@ -8,24 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from padless.formats import FP8_BLOCK
-from padless.moe.fused import swiglu
-from padless.moe.routing import route
 from padless.nn import RECIPES, Experts, Recipe
-from padless.nn.linear_function import operands_of_rows
-from padless.nn.recipe import WGRAD_MODES
-from padless.ops.grouped_gemm import grouped_gemm
-from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
-from padless.quantization.quantize import quantize
-from padless.quantization.rows_columns import quantize_rows_columns
-from padless.quantization.weight_both import quantize_weight_both
-from padless.runtime.choices import BackendName
+from padless.runtime.devices import backend_on_cpu
+from padless.verify.checks import Check
+from padless.verify.fuzz.place import Place
 
-DEVICE = "cuda"
 SIZES = (129, 1, 127, 0, 40)  # tokens of the first experts
 WORST_DB = {True: 19.0, False: 38.0}  # against float64 of nothing quantized, by whether anything is FP8
 AS_ON_CPU_DB = 30.0  # the tensor core keeps 13 fraction bits of a sum, and a code may be another one for it
@@ -34,6 +26,7 @@ CHECKED: dict[str, Recipe] = {
     **{name: recipe for name, recipe in RECIPES.items() if name not in LEFT_OUT},
     "fp8, recompute": Recipe(save="recompute"),
 }
+REPLAYED = {name: CHECKED[name] for name in ("fp8", "fp8, recompute")}
 Result = dict[str, torch.Tensor]
 
 
@@ -125,44 +118,41 @@ def sqnr(got: torch.Tensor, want: torch.Tensor) -> float:
 # --- the check -------------------------------------------------------------------------------------------
 
 
-def check_training_layer() -> str:
+def check_training_layer(place: Place) -> None:
     """Gradients near float64 and the CPU's; the same repeated, checkpointed, compiled, accumulated and replayed."""
-    least = float("inf")
     for seed, (hidden, intermediate) in enumerate(PROBLEMS):
         problem = draw(hidden, intermediate, seed)
-        there, exact = problem.to(DEVICE), in_float64(problem)
+        there = problem.to(str(place.device))
         for name, recipe in CHECKED.items():
             where = f"{name}, H {hidden}, I {intermediate}"
             experts = experts_of(there, recipe)
             got = step(there, experts)
-            found = check_values(where, got, exact, step(problem, experts_of(problem, recipe)), recipe)
-            least = min(least, found) if name != "bf16" else least
+            place.judge.ask(partial(check_values, where, got, problem, recipe))
             if seed == 0:
-                check_invariance(where, there, experts, got)
-    there = draw(*PROBLEMS[0], 0).to(DEVICE)
-    check_main_grad(there, CHECKED["fp8"])
-    if torch.cuda.is_available():
-        for name in ("fp8", "fp8, recompute"):
-            _check_graph(name, there, CHECKED[name])
-    return f"{len(CHECKED)} recipes of {len(PROBLEMS)} layers, FP8 gradients at least {least:.1f} dB of float64"
+                place.judge.ask(partial(check_invariance, place, where, there, experts, got))
+    there = draw(*PROBLEMS[0], 0).to(str(place.device))
+    check_main_grad(place, there, CHECKED["fp8"])
+    for name, recipe in REPLAYED.items():
+        _check_graph(place, name, there, recipe)
 
 
-def check_values(where: str, got: Result, exact: Result, on_cpu: Result, recipe: Recipe) -> float:
-    """The least SQNR against float64."""
+def check_values(where: str, got: Result, problem: Problem, recipe: Recipe) -> int:
+    """The number of elements whose SQNRs are enough, against float64 and the CPU."""
+    with backend_on_cpu("reference"):
+        exact, on_cpu = in_float64(problem), step(problem, experts_of(problem, recipe))
     fp8 = recipe.fp8_forward or recipe.fp8_dgrad or recipe.fp8_wgrad
-    least = float("inf")
     for name, want in exact.items():
         found = sqnr(got[name], want)
         assert found >= WORST_DB[fp8], f"{where}: {name} is {found:.1f} dB of float64, allowed {WORST_DB[fp8]}"
         near = sqnr(got[name], on_cpu[name].cpu())
         assert near >= AS_ON_CPU_DB, f"{where}: {name} is {near:.1f} dB of the CPU's, allowed {AS_ON_CPU_DB}"
-        least = min(least, found)
     assert bool((got["w13"][3] == 0).all()), f"{where}: an expert without tokens has a gradient"
-    return least
+    return sum(value.numel() for value in got.values())
 
 
-def check_invariance(where: str, problem: Problem, experts: Experts, want: Result) -> None:
-    """The bits of a step: again, without a wait, checkpointed, compiled, with codes that are kept, without the NaN."""
+def check_invariance(place: Place, where: str, problem: Problem, experts: Experts, want: Result) -> int:
+    """The number of elements of a step. Their bits are the same: again, without a wait, checkpointed, compiled, with
+    codes that are kept, without the NaN."""
 
     def require(how: str, got: Result) -> None:
         for name, value in want.items():
@@ -183,17 +173,13 @@ def check_invariance(where: str, problem: Problem, experts: Experts, want: Resul
     require("compiled", step(problem, experts, compiled))
     clean = Problem(problem.x.nan_to_num(3.0), *list(vars(problem).values())[1:])
     require("without the NaN of a token that has no expert", step(clean, experts))
-    if torch.cuda.is_available():
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found = step(problem, experts)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-        require("where waiting is an error", found)
+    with place.no_wait():
+        found = step(problem, experts)
+    require("where waiting is an error", found)
+    return sum(value.numel() for value in want.values())
 
 
-def check_main_grad(problem: Problem, recipe: Recipe) -> None:
+def check_main_grad(place: Place, problem: Problem, recipe: Recipe) -> None:
     """Three microbatches into a main gradient are float32 sums of three, bit for bit, and the first one stores."""
     wide = Problem(*(t.float() if t.is_floating_point() else t for t in vars(problem).values()))
     single = [step(_rolled(wide, i), experts_of(wide, recipe)) for i in range(3)]
@@ -210,7 +196,7 @@ def check_main_grad(problem: Problem, recipe: Recipe) -> None:
         want += single[1][name]
         want += single[2][name]
         main = weight.main_grad  # type: ignore[attr-defined]
-        assert torch.equal(main, want), f"main_grad of {name} is not the sum of its microbatches"
+        place.judge.same(f"main_grad of {name} is not the sum of its microbatches", main, want)
 
 
 def _rolled(problem: Problem, i: int) -> Problem:
@@ -218,50 +204,17 @@ def _rolled(problem: Problem, i: int) -> Problem:
     return Problem(*(t.roll(i, 0) if name == "dout" else t for name, t in vars(problem).items()))
 
 
-def _check_graph(name: str, problem: Problem, recipe: Recipe) -> None:
+def _check_graph(place: Place, name: str, problem: Problem, recipe: Recipe) -> None:
     """A step in a CUDA graph, replayed with other tokens, ids, weights and gradients."""
-    static, experts = problem.to(DEVICE), experts_of(problem, recipe)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(static, experts)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(static, experts)
-    other = draw(problem.x.shape[1], problem.w2.shape[2], 5).to(DEVICE)
-    with torch.no_grad():
-        for mine, its in zip(vars(static).values(), vars(other).values(), strict=True):
-            mine.copy_(its)
-        experts.w13.copy_(other.w13)
-        experts.w2.copy_(other.w2)
-    graph.replay()
-    torch.cuda.synchronize()
-    want = step(other, experts_of(other, recipe))
-    for part, value in want.items():
-        assert torch.equal(captured[part], value), f"{name}: {part} of a graph's replay differs"
+    static, experts = problem.to(str(place.device)), experts_of(problem, recipe)
+    other = draw(problem.x.shape[1], problem.w2.shape[2], 5).to(str(place.device))
+    targets = [*vars(static).values(), experts.w13.detach(), experts.w2.detach()]
+    captured: Result = {}
+    place.replayed(
+        lambda: captured.update(step(static, experts)), targets, [*vars(other).values(), other.w13, other.w2]
+    )
+    for part, value in step(other, experts_of(other, recipe)).items():
+        place.judge.same(f"{name}: {part} of a graph's replay differs", captured[part], value)
 
 
-def rehearse(backend: BackendName) -> None:
-    """The products of the check on the CPU, by ``backend``; nobody looks at the outputs."""
-    for seed, (hidden, intermediate) in enumerate(PROBLEMS):
-        problem = draw(hidden, intermediate, seed)
-        offs, tokens, _ = route(problem.ids, problem.w2.shape[0])
-        x = problem.x.nan_to_num(0.0)[tokens.long()]
-        both13, both2 = quantize_weight_both(problem.w13), quantize_weight_both(problem.w2)
-        for weight in (*both13, *both2):
-            a = quantize(x.new_ones((x.shape[0], weight.shape[2])), FP8_BLOCK)
-            grouped_gemm(a, weight, offs, backend=backend)
-        if 2 * intermediate % 128 == 0:
-            swiglu(
-                quantize(x, FP8_BLOCK), both13[0], offs, gate_up="concatenated", bias=None, format=FP8_BLOCK,
-                global_scale=None, backend=backend,
-            )  # fmt: skip
-        for n, k in ((2 * intermediate, hidden), (hidden, intermediate)):
-            _, dy = operands_of_rows(x.new_ones((x.shape[0], n)), offs, None, FP8_BLOCK, (1, 128))
-            for block in WGRAD_MODES.values():
-                _, columns = quantize_rows_columns(x.new_ones((x.shape[0], k)), offs, column_block=block, rows=False)
-                grouped_gemm_wgrad(dy, columns, backend=backend)  # type: ignore[arg-type]
-                main = torch.zeros((offs.shape[0], n, k))
-                for accumulate in (False, True):
-                    grouped_gemm_wgrad(dy, columns, out=main, accumulate=accumulate, backend=backend)  # type: ignore[arg-type]
+CHECK = Check(check_training_layer)

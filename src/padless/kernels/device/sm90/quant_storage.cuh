@@ -62,7 +62,8 @@ struct QuantStorage {
     alignas(8) float peer_amax[2][NUM_CONSUMER_WARPS][SWAPS_ROW_AMAX ? 16 * WAVES : 1];
     uint64_t peer_full[2][NUM_CONSUMER_WARPS][WAVES];
     uint32_t swaps[NUM_CONSUMER_WARPS];  // that each warp has made
-    int group_tiles[MAX_GROUPS];         // first 128-row tile of each group, every group starting on one
+    int group_tiles[HAS_GROUP_TILES ? MAX_GROUPS
+                                    : 1];  // first 128-row tile of each group, every group starting on one
 
     // One thread, before anybody else touches it.
     __device__ __forceinline__ void init() {
@@ -76,6 +77,6 @@ struct QuantStorage {
 
     __device__ __forceinline__ Placement placement(const int* group_ends, int group) const {
         const int start = group == 0 ? 0 : group_ends[group - 1];
-        return Placement{group, start, group_ends[group] - start, group_tiles[group]};
+        return Placement{group, start, group_ends[group] - start, HAS_GROUP_TILES ? group_tiles[group] : 0};
     }
 };

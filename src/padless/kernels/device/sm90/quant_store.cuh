@@ -333,7 +333,7 @@ __device__ __forceinline__ void store_tile(const float (&d)[WAVES][BLOCK_N / 2],
     const bool spans = RUNS_EXCEED_M64S && NUM_WAVES == 1 && m64s_of(tile.rows) == 2;
     const bool is_second = spans && warpgroup == 1;
     const int out_column = GLU == GLU_NONE ? column : column / 2;
-    const Placement place = shared.quant.placement(shared.groups.group_ends, tile.group);
+    const Placement place = shared.quant.placement(shared.groups.sorted.ends, tile.group);
     float v[WAVES][OUT_COLUMNS / 2], row_amax[WAVES][2][ROW_BLOCKS];
     const RowSwap swap =
         SWAPS_ROW_AMAX ? RowSwap(shared.quant, NUM_WAVES, warpgroup * 4 + warp, lane) : RowSwap();

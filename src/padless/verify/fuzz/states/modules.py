@@ -90,7 +90,7 @@ def copied(layer: Layer, r: random.Random) -> None:
     if not layer.is_plain:
         return
     module, how = layer.module, r.randrange(4)
-    if how == 0:
+    if how == 0 or layer.core._load_state_dict_pre_hooks:  # torch's weight_norm leaves one, which cannot be pickled
         other = copy.deepcopy(module)
     elif how == 1:
         other = pickle.loads(pickle.dumps(module))

@@ -49,12 +49,13 @@ def optimizer_step(layer: Layer, r: random.Random) -> None:
     if not parameters:
         return
     name = r.choice(list(_OPTIMIZERS))
-    kind = f"{name} {parameters[0].dtype} {parameters[0].device}"  # what it keeps is of the parameters' type
+    # What it keeps has the parameters' type and strides; the fused kernels of torch refuse any other.
+    kind = f"{name} {parameters[0].dtype} {parameters[0].device} {[p.stride() for p in parameters]}"
     optimizer = layer.optimizers.get(kind)
     if optimizer is None or [id(p) for p in optimizer.param_groups[0]["params"]] != [id(p) for p in parameters]:
         optimizer = layer.optimizers[kind] = _OPTIMIZERS[name](parameters)
     for parameter in parameters:
-        parameter.grad = layer.values(parameter.detach(), r)
+        parameter.grad = torch.empty_like(parameter).copy_(layer.values(parameter.detach(), r))
     optimizer.step()
     optimizer.zero_grad(set_to_none=r.random() < 0.5)
 
@@ -232,6 +233,7 @@ def flat_vector(layer: Layer, r: random.Random) -> None:
     layer.uncounted()
 
 
+@torch.no_grad()
 def written_by_what_is_kept(layer: Layer, r: random.Random) -> None:
     """By a vector or an alias that an earlier operation kept."""
     for kept in layer.kept:

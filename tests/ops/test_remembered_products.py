@@ -19,9 +19,10 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels import remembered
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.layouts import to_mn_major
-from padless.ops import launch_cache
+from padless.runtime import driver
 from padless.runtime.tensor_map import TensorMapSpec
 
 MODULE = importlib.import_module("padless.ops.grouped_gemm")
@@ -65,8 +66,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     recording = Device()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(MODULE, "device_of", lambda backend, out: recording)
-    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 77)
-    monkeypatch.setattr(launch_cache, "_KNOWN", {})
+    monkeypatch.setattr(driver, "current_stream", lambda index: 77)
+    monkeypatch.setattr(remembered, "_KNOWN", {})
     return recording
 
 
@@ -142,7 +143,7 @@ def test_addresses_of_another_gpu_are_another_call(device: Device, monkeypatch: 
     a, b, offs = operands()
     out, elsewhere = empty_out(), set[int]()
     monkeypatch.setattr(torch.Tensor, "get_device", lambda t: int(t.data_ptr() in elsewhere))
-    monkeypatch.setattr(launch_cache, "current_stream", lambda index: 77 + index)
+    monkeypatch.setattr(driver, "current_stream", lambda index: 77 + index)
     padless.grouped_gemm(a, b, offs, out=out)
     elsewhere.add({"a": a.data, "b": b.data, "offs": offs, "out": out}[moved].data_ptr())
     padless.grouped_gemm(a, b, offs, out=out)
@@ -365,34 +366,34 @@ def test_what_is_refused_is_not_remembered(device: Device) -> None:
 
 
 def test_tensors_on_the_host_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "_KNOWN", {})
+    monkeypatch.setattr(remembered, "_KNOWN", {})
     a, b, offs = operands(m=8, n=16, k=32)
     offs = torch.tensor([2, 2, 8], dtype=torch.int32)
     padless.grouped_gemm(a, b, offs)
-    assert launch_cache._KNOWN == {}
+    assert remembered._KNOWN == {}
 
 
 def test_the_memory_is_bounded(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "_MAX_OPERANDS", 4)
-    monkeypatch.setattr(launch_cache, "_MAX_OUTPUTS", 4)
+    monkeypatch.setattr(remembered, "_MOST", 4)
+    monkeypatch.setattr(MODULE, "_MOST_OUTPUTS", 4)
     a, b, offs = operands()
     outs = [empty_out() for _ in range(9)]
     for out in outs:
         padless.grouped_gemm(a, b, offs, out=out)
-    (known,) = launch_cache._KNOWN.values()
-    assert 0 < len(known.launches) <= 4
+    (known,) = remembered._KNOWN.values()
+    assert 0 < len(known) <= 4
     kept = [operands(seed) for seed in range(9)]
     for a, b, offs in kept:
         padless.grouped_gemm(a, b, offs, out=outs[0])
-    assert 0 < len(launch_cache._KNOWN) <= 4
+    assert 0 < len(remembered._KNOWN) <= 4
 
 
 def test_threads_share_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads over the same and over their own operands, the memory overflowing all the time."""
-    monkeypatch.setattr(launch_cache, "_MAX_OPERANDS", 3)
-    monkeypatch.setattr(launch_cache, "_MAX_OUTPUTS", 2)
+    monkeypatch.setattr(remembered, "_MOST", 3)
+    monkeypatch.setattr(MODULE, "_MOST_OUTPUTS", 2)
     stream = threading.local()
-    monkeypatch.setattr(launch_cache, "current_stream", lambda index: stream.number)
+    monkeypatch.setattr(driver, "current_stream", lambda index: stream.number)
     monkeypatch.setattr(MODULE, "device_of", lambda backend, out: stream.device)  # packing is each thread's own
     launches = device.launches  # launching is noted in one place, whoever packed it
     shared = operands()
@@ -423,8 +424,14 @@ def test_threads_share_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_operands_are_read_once_a_call(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the call is new, is like one before but for its output, or is one before."""
-    count, facts_of = [], launch_cache._facts_of
-    monkeypatch.setattr(launch_cache, "_facts_of", lambda *args: (count.append(1), facts_of(*args))[1])
+    count: list[int] = []
+    right = MODULE.facts_of
+
+    def counted(options: Any, *operands: Any, **how: Any) -> Any:
+        count.extend([1] * (len(operands) == 3))
+        return right(options, *operands, **how)
+
+    monkeypatch.setattr(MODULE, "facts_of", counted)
     a, b, offs = operands()
     out, other = empty_out(), empty_out()
     for calls, tensor in enumerate((out, other, out, other), start=1):
@@ -438,11 +445,10 @@ def test_operands_that_changed_since_they_were_missed_are_not_confused(device: D
     """A launch is kept for what was read of the operands before it was packed."""
     a, b, offs = operands()
     out = empty_out()
-    _, missed = launch_cache.launch_again("grouped_gemm", a, b, offs, out, out.dtype, None, None)
+    facts = remembered.facts_of(("grouped_gemm",), a, b, offs)
     other, _, _ = operands(seed=1)
-    assert missed is not None
-    missed.remember_checked(a, b, out)
-    missed.remember_launch(out, None, lambda stream: None)
+    assert facts is not None
+    remembered.remember(facts, {remembered.facts_of((None,), out): lambda stream: None})
     padless.grouped_gemm(other, b, offs, out=out)
     assert device.prepared == 1, "other activations are packed for"
 

@@ -1,0 +1,171 @@
+// A consumer warpgroup: tiles of the first product, whose activated rows go to global memory for all CTAs; then stripes of 16
+// columns of the second product with all experts, which the two warpgroups of a CTA add up for every token.
+#pragma once
+
+// Row of token `token` with the expert of number `number`, -1 where it has none.
+__device__ __forceinline__ int row_of_token(uint32_t tokens, int first_row, int token) {
+    return tokens >> token & 1 ? first_row + __popc(tokens & ((1u << token) - 1)) : -1;
+}
+
+// A warp's unit of the first product: 8 activated columns of an expert.
+struct FirstUnit {
+    uint32_t tokens = 0;  // none: there is no such unit
+    int first_row = 0, column = 0;
+    const float *gate_scales = nullptr, *up_scales = nullptr;
+
+    __device__ __forceinline__ FirstUnit(const SharedStorage& shared, const Problem& p, int unit, int end) {
+        if (unit >= end) return;
+        const int number = unit / p.units_of_expert();
+        column = unit % p.units_of_expert() * UNIT_OUTPUTS;
+        tokens = shared.tokens_of[number];
+        first_row = shared.first_row[number];
+        const bool is_apart =
+            p.run == p.units_of_expert();  // gate above up; else runs of 32, a 64 within one block
+        const int gate = is_apart ? column / 128 : column / 64, up = is_apart ? (p.i + column) / 128 : gate;
+        const long long blocks = static_cast<long long>(shared.experts[number]) * (2 * p.i / 128);
+        gate_scales = p.w13_scale + (blocks + gate) * p.h_blocks();
+        up_scales = p.w13_scale + (blocks + up) * p.h_blocks();
+    }
+};
+
+__device__ __forceinline__ void store_hidden(const Problem& p, const FirstUnit& unit, uint32_t launches,
+                                             const float (&d)[MOST_TOKENS / 2], int lane) {
+    float gate[MOST_TOKENS / 4], up[MOST_TOKENS / 4];
+#pragma unroll
+    for (int n = 0; n < MOST_TOKENS / 4; ++n) {
+        gate[n] = d[n / 2 * 4 + n % 2];
+        up[n] = d[n / 2 * 4 + 2 + n % 2];
+    }
+    swiglu(gate, up);
+    uint32_t* hidden = p.hidden(launches) + unit.column + lane / 4;
+#pragma unroll
+    for (int n = 0; n < MOST_TOKENS / 4; ++n) {
+        const int row = row_of_token(unit.tokens, unit.first_row, n / 2 * 8 + lane % 4 * 2 + n % 2);
+        const uint32_t word = ~__float_as_uint(gate[n]);
+        if (row >= 0)
+            st_relaxed_gpu(hidden + row * p.i, word == 0 ? ~0x7FFFFFFFu : word);  // 0 would be a NaN
+    }
+}
+
+__device__ __forceinline__ void first_product(SharedStorage& shared, const Problem& p, const Layout& layout,
+                                              uint32_t ring, int pipeline, int warp, int lane,
+                                              RingPosition& position) {
+    const CodeRows rows{layout.codes, MOST_TOKENS * BLOCK_K, layout.scales, MOST_TOKENS * 4};
+    for (int n = 0;; ++n) {
+        const int share = share_at(shared, n, lane);
+        if (share < 0) return;
+        const Range range = range_of(shared.num_hit * p.units_of_expert(), PIPELINES * share + pipeline,
+                                     PIPELINES * gridDim.x);
+        FirstUnit next(shared, p, range.begin + warp, range.end);
+        WeightScales scales = load_scales(next.gate_scales, next.up_scales, p.h_blocks(), lane);
+        for (int tile = range.begin; tile < range.end; tile += TILE_UNITS) {
+            const FirstUnit unit = next;
+            const WeightScales here = scales;
+            next = FirstUnit(shared, p, tile + TILE_UNITS + warp, range.end);
+            scales = load_scales(next.gate_scales, next.up_scales, p.h_blocks(), lane);
+            float d[MOST_TOKENS / 2];
+            multiply<MOST_TOKENS>(d, shared, p, ring, pipeline, p.h_blocks(), rows, here, lane, position);
+            store_hidden(p, unit, shared.launches, d, lane);
+        }
+    }
+}
+
+// Columns stripe * 16 .. of four experts, from number `first` on, a warp each: their rows' results to shared memory, rounded.
+// Rows are in eights, from row 8 * eight on, N of them.
+template <int N>
+__device__ __forceinline__ void stripe_tile(SharedStorage& shared, const Problem& p, const Layout& layout,
+                                            uint32_t ring, int pipeline, int eight, int number, int parity,
+                                            const WeightScales& scales, int lane, RingPosition& position) {
+    const int room = p.room_for_rows();
+    const CodeRows rows{layout.codes + eight * 8 * BLOCK_K, static_cast<uint32_t>(room * BLOCK_K),
+                        layout.scales + eight * 32, static_cast<uint32_t>(room * 4)};
+    float d[N / 2];
+    multiply<N>(d, shared, p, ring, pipeline, p.i_blocks(), rows, scales, lane, position);
+    if (number >= shared.num_hit) return;
+    const int begin = shared.first_row[number], end = shared.first_row[number + 1];
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int row = 8 * (eight + i) + lane % 4 * 2 + j;
+            if (row < begin || row >= end) continue;
+            const uint32_t pair = cvt_bf16x2(d[4 * i + j], d[4 * i + 2 + j]);
+            st_shared_u16(layout.result(p, parity, row, lane / 4), static_cast<uint16_t>(pair));
+            st_shared_u16(layout.result(p, parity, row, lane / 4 + 8), static_cast<uint16_t>(pair >> 16));
+        }
+    }
+}
+
+// Calls stripe_tile for `eights` times 8 rows.
+template <int EIGHTS, class... Arguments>
+__device__ __forceinline__ void stripe_tile_of(int eights, Arguments&... arguments) {
+    constexpr int MOST =
+        MOST_TOKENS / 2 + 1;  // four experts have 4 MOST_TOKENS rows at most, from any row on
+    if constexpr (EIGHTS <= MOST) {
+        if (eights <= EIGHTS)
+            stripe_tile<8 * EIGHTS>(arguments...);
+        else
+            stripe_tile_of<EIGHTS + 1>(eights, arguments...);
+    }
+}
+
+// One output: the k slots of a token in their order, `shared_value` last, rounded once.
+__device__ __forceinline__ float sum_of_slots(const SharedStorage& shared, const Problem& p,
+                                              const Layout& layout, int parity, int token, int column,
+                                              float shared_value) {
+    float total = 0.0f;
+    for (int j = 0; j < p.top_k; ++j) {
+        const int slot = token * p.top_k + j, row = shared.row_of_slot[slot];
+        if (row < 0) continue;
+        const float y = cvt_f32_bf16(ld_shared_u16(layout.result(p, parity, row, column)));
+        total = __fadd_rn(total, __fmul_rn(shared.slot_weight[slot], y));
+    }
+    return p.shared == nullptr ? total : __fadd_rn(total, shared_value);
+}
+
+__device__ __forceinline__ const float* stripe_scales(const SharedStorage& shared, const Problem& p,
+                                                      int stripe, int number) {
+    if (number >= shared.num_hit || stripe >= p.stripes()) return nullptr;
+    const long long blocks = static_cast<long long>(shared.experts[number]) * (p.h / 128);
+    return p.w2_scale + (blocks + stripe * UNIT_ROWS / 128) * p.i_blocks();
+}
+
+__device__ __forceinline__ void second_product(SharedStorage& shared, const Problem& p, const Layout& layout,
+                                               uint32_t ring, int pipeline, int warp, int lane,
+                                               RingPosition& position) {
+    constexpr int STEP = PIPELINES * TILE_UNITS;
+    const int thread = pipeline * 128 + warp * 32 + lane, token = thread / UNIT_ROWS,
+              column = thread % UNIT_ROWS;
+    const int hit = shared.num_hit;
+    int parity = 0;
+    for (int n = 0;; ++n) {
+        const int share = share_at(shared, n, lane);
+        if (share < 0) return;
+        const float* next = stripe_scales(shared, p, share, pipeline * TILE_UNITS + warp);
+        WeightScales scales = load_scales(next, next, p.i_blocks(), lane);
+        for (int stripe = share; stripe < p.stripes(); stripe += gridDim.x) {
+            const int at = token * p.h + stripe * UNIT_ROWS + column;
+            float shared_value = 0.0f;
+            if (p.shared != nullptr && token < p.tokens) shared_value = cvt_f32_bf16(p.shared[at]);
+            for (int first = pipeline * TILE_UNITS; first < hit; first += STEP) {
+                int number = first + warp;
+                WeightScales here = scales;
+                const bool is_last = first + STEP >= hit;
+                next = stripe_scales(shared, p, is_last ? stripe + gridDim.x : stripe,
+                                     (is_last ? pipeline * TILE_UNITS : first + STEP) + warp);
+                scales = load_scales(next, next, p.i_blocks(), lane);
+                const int end = first + TILE_UNITS < hit ? first + TILE_UNITS : hit;
+                int eight = shared.first_row[first] / 8;
+                const int eights = (shared.first_row[end] + 7) / 8 - eight;
+                stripe_tile_of<1>(eights, shared, p, layout, ring, pipeline, eight, number, parity, here,
+                                  lane, position);
+            }
+            bar_sync(CODES_BARRIER, NUM_CONSUMERS);
+            if (token < p.tokens) {
+                const float sum = sum_of_slots(shared, p, layout, parity, token, column, shared_value);
+                p.out[at] = static_cast<uint16_t>(cvt_bf16x2(sum, 0.0f));
+            }
+            parity ^= 1;
+        }
+    }
+}

@@ -1,0 +1,83 @@
+"""Kernels compiled before they are installed: the package ``padless_cubins``, where it is there.
+
+Its index names the compiler and, under the same names as in the cache on disk, every cubin with its checksum and log.
+A name holds the hash of the sources, so a cubin of other sources is never found. As a package, it is code that was
+installed, and trusted as such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "padless_cubins"
+# A family's machine code runs on each of its members: what to look for after the architecture itself.
+FAMILIES = {"sm_100a": "sm_100f", "sm_103a": "sm_100f"}
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """An installed folder of cubins. compiler: NVRTC's version. kernels: by name, "sha256" and "log"."""
+
+    folder: Path
+    compiler: str
+    kernels: dict[str, Any]
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """Image and log of the kernel ``name``; None where it is not there, with a warning where it is damaged."""
+        if (said := self.kernels.get(name)) is None:
+            return None
+        path = self.folder / f"{name}.cubin"
+        try:
+            image = path.read_bytes()
+        except OSError:
+            image = b""
+        if hashlib.sha256(image).hexdigest() != said["sha256"]:
+            warnings.warn(f"{path} is damaged: the kernel is compiled; reinstall padless-cubins", RuntimeWarning, 2)
+            return None
+        return image, said["log"]
+
+
+def shipped() -> Shipped | None:
+    """What is installed; None where nothing is, or where PADLESS_CUBINS=0 asks for none."""
+    return None if os.environ.get("PADLESS_CUBINS") == "0" else _installed()
+
+
+@lru_cache(maxsize=1)
+def _installed() -> Shipped | None:
+    try:
+        found = importlib.util.find_spec(PACKAGE)
+        if found is None or found.origin is None:
+            return None
+        folder = Path(found.origin).parent
+        index = json.loads((folder / "index.json").read_text())
+        return Shipped(folder, index["compiler"], index["kernels"])
+    except (OSError, ValueError, KeyError) as error:
+        warnings.warn(f"{PACKAGE} has no index that can be read ({error}): kernels are compiled", RuntimeWarning, 2)
+        return None
+
+
+def write(folder: Path, compiler: str, kernels: dict[str, tuple[bytes, str]], version: str) -> None:
+    """Writes the package and the project file of its wheel, for padless ``version``. kernels: image and log by name."""
+    package = folder / PACKAGE
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('"""Kernels of padless, compiled ahead."""\n')
+    said = {}
+    for name, (image, log) in sorted(kernels.items()):
+        (package / f"{name}.cubin").write_bytes(image)
+        said[name] = {"sha256": hashlib.sha256(image).hexdigest(), "log": log}
+    (package / "index.json").write_text(json.dumps({"compiler": compiler, "kernels": said}, indent=1) + "\n")
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools>=77.0.3"]\nbuild-backend = "setuptools.build_meta"\n\n'
+        f'[project]\nname = "padless-cubins"\nversion = "{version}"\nlicense = "MIT"\nrequires-python = ">=3.11"\n'
+        f'description = "Kernels of padless, compiled ahead"\ndependencies = ["padless=={version}"]\n\n'
+        f'[tool.setuptools]\npackages = ["{PACKAGE}"]\n\n'
+        f'[tool.setuptools.package-data]\n{PACKAGE} = ["*.cubin", "index.json"]\n'
+    )

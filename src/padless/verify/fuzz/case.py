@@ -1,0 +1,132 @@
+"""Properties of any call, stated once: a case is a problem's operands and its call; a property makes it again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+
+from padless.verify.fuzz.place import Place
+from padless.verify.fuzz.problem import Options
+
+REPEATS = 20
+Part = Callable[[torch.Tensor], torch.Tensor]
+# Another way to ask for the same results: what it is, operands, which part of their output is which of the case's.
+Change = tuple[str, Any, Part, Part]
+# Makes a case of the same shapes by its number.
+Other = Callable[[int], Any]
+
+
+class Case(Protocol):
+    """A problem at a place. operands: those of its call, which a graph's replay overwrites."""
+
+    o: Options
+    place: Place
+    operands: Any
+
+    def run(self, operands: Any) -> torch.Tensor:
+        """Makes the call into a guarded output of its own."""
+        ...
+
+    def make(self, out: torch.Tensor) -> object:
+        """Makes the call on its own operands into ``out``, as a user would, with nothing but what it needs."""
+        ...
+
+    def made(self, fresh: torch.Tensor) -> torch.Tensor:
+        """The output that `make` leaves, by what `run` gave."""
+        ...
+
+    def near(self, out: torch.Tensor) -> None:
+        """Judges the values by float64."""
+        ...
+
+    def reference(self) -> torch.Tensor:
+        """The bits, by a model of the tensor core's arithmetic."""
+        ...
+
+    def changes(self) -> Iterator[Change]: ...
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t
+
+
+def tensors_of(t: Any) -> list[torch.Tensor]:
+    """All tensors of operands."""
+    if isinstance(t, torch.Tensor):
+        return [t]
+    inner = [getattr(t, f.name) for f in fields(t)] if is_dataclass(t) else t if isinstance(t, (list, tuple)) else ()
+    return [part for one in inner for part in tensors_of(one)]
+
+
+def _near(case: Case, out: torch.Tensor, other: Other) -> None:
+    case.near(out)
+
+
+def _bits(case: Case, out: torch.Tensor, other: Other) -> None:
+    case.place.judge.same("the reference's bits", out, lambda: case.reference().to(out.dtype))
+
+
+def _changes(case: Case, out: torch.Tensor, other: Other) -> None:
+    for change in case.changes():
+        _compare(case, out, change)
+
+
+def _change(case: Case, out: torch.Tensor, other: Other) -> None:
+    """One of them, as the seed chooses."""
+    if changes := list(case.changes()):
+        _compare(case, out, random.Random(case.o["seed"]).choice(changes))
+
+
+def _compare(case: Case, out: torch.Tensor, change: Change) -> None:
+    name, operands, mine, its = change
+    case.place.judge.same(name, mine(case.run(operands)), its(out))
+
+
+def _repeats(case: Case, out: torch.Tensor, other: Other) -> None:
+    for _ in case.place.times(REPEATS):
+        case.place.judge.same("moved from call to call", case.run(case.operands), out)
+
+
+def _microbatches(case: Any, out: torch.Tensor, other: Other) -> None:
+    """Of a call that adds; see `Gradient.microbatches`."""
+    case.microbatches([other(i) for i in (1, 2, 3)])
+
+
+def _replay(case: Case, out: torch.Tensor, other: Other) -> None:
+    second = other(1)
+    want = second.made(second.run(second.operands))
+    again = torch.empty_like(want)
+    targets, sources = tensors_of(case.operands), tensors_of(second.operands)
+    case.place.replayed(lambda: case.make(again), [*targets, again], [*sources, torch.full_like(again, torch.nan)])
+    case.place.judge.same("a replay with new values and new sizes of groups", again, want)
+
+
+# "replay" leaves other values in the operands, and so comes last.
+PROPERTIES: dict[str, Callable[[Any, torch.Tensor, Other], None]] = {
+    "near": _near,
+    "bits": _bits,
+    "changes": _changes,
+    "change": _change,
+    "repeats": _repeats,
+    "microbatches": _microbatches,
+    "replay": _replay,
+}
+
+
+def _other(o: Options, number: int) -> Options:
+    """The same shapes with other values and groups of other sizes."""
+    turn = number % len(o["sizes"])
+    return o | {"sizes": [*o["sizes"][turn:], *o["sizes"][:turn]], "seed": o["seed"] + number, "nan_group": -1}
+
+
+def judge_case(make: Callable[[Options, Place], Case], o: Options, place: Place) -> None:
+    """Makes the call and asks for those of the properties that the problem names."""
+    case = make(o, place)
+    out = case.run(case.operands)
+    for name in PROPERTIES:
+        if name in o["properties"]:
+            PROPERTIES[name](case, out, lambda number: make(_other(o, number), place))

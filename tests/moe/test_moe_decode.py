@@ -1,0 +1,142 @@
+"""Layers that moe() computes in one launch: which they are, the bits of several launches, and whose the scratch is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from padless import MXFP8, quantize
+from padless.emulator.fake_driver import emulated_driver
+from padless.kernels.sm90_moe_decode import host
+from padless.kernels.sm90_moe_decode.config import LayerShape
+from padless.moe import decode, moe
+from support.moe_decode_cases import draw_tokens, draw_weights, several_launches
+
+WEIGHTS = draw_weights(3, 128, 128, seed=4)
+
+
+def call(tokens: Any, weights: Any = WEIGHTS, **more: Any) -> torch.Tensor:
+    options = {"gate_up": weights.gate_up, "shared": tokens.shared, "backend": "emulator"} | more
+    return moe(tokens.x, tokens.ids, tokens.weights, weights.w13, weights.w2, **options)
+
+
+def launches_of(tokens: Any, weights: Any = WEIGHTS, **more: Any) -> int:
+    """How often the kernel was prepared; nothing is computed."""
+    with (
+        mock.patch.object(host, "prepare") as prepare,
+        mock.patch("padless.moe.layer.gathered", side_effect=InterruptedError),
+        suppress(InterruptedError),
+    ):
+        call(tokens, weights, **more)
+    return prepare.call_count
+
+
+def test_few_tokens_are_one_launch_with_the_bits_of_several() -> None:
+    tokens = draw_tokens(WEIGHTS, 2, 2, 1, shared=True)
+    want = several_launches(WEIGHTS, tokens)
+    with emulated_driver().configured(num_sms=2), mock.patch.object(host, "prepare", wraps=host.prepare) as prepare:
+        out = call(tokens)
+    assert prepare.call_count == 1
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+def test_what_is_one_launch() -> None:
+    tokens = draw_tokens(WEIGHTS, 2, 2, 1, shared=True)
+    assert launches_of(tokens) == 1
+    assert launches_of(tokens, gate_up="interleaved") == 1
+    nine = draw_tokens(WEIGHTS, 9, 2, 1)
+    assert launches_of(nine) == 0
+    with mock.patch.object(decode, "MOST_TOKENS", 16):
+        assert launches_of(nine) == 1
+    others: dict[str, dict[str, Any]] = {
+        "another activation": {"activation": "geglu"},
+        "a limit": {"limit": 7.0},
+        "alternating": {"gate_up": "alternating"},
+        "a bias": {"bias13": torch.zeros(3, 256)},
+        "another bias": {"bias2": torch.zeros(3, 128)},
+        "a float32 result": {"out_dtype": torch.float32},
+        "the reference": {"backend": "reference"},
+        "Blackwell": {"backend": "emulator:sm_100a"},
+        "shared in float32": {"shared": torch.zeros(2, 128)},
+        "shared with gaps": {"shared": torch.zeros(2, 256).bfloat16()[:, ::2]},
+    }
+    for name, more in others.items():
+        assert launches_of(tokens, **more) == 0, name
+    wide = torch.zeros(2, 256).bfloat16()[:, ::2]
+    for name, other in {
+        "x with gaps": type(tokens)(wide, tokens.ids, tokens.weights, None),
+        "x in float32": type(tokens)(tokens.x.float(), tokens.ids, tokens.weights, None),
+        "ids by column": type(tokens)(tokens.x, tokens.ids.T.contiguous().T, tokens.weights, None),
+    }.items():
+        assert launches_of(other, out_dtype=torch.bfloat16) == 0, name
+    w13, w2 = (quantize(torch.randn(3, n, 128), MXFP8, kind="weight") for n in (256, 128))
+    assert launches_of(tokens, type(WEIGHTS)(w13, w2, "concatenated")) == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "one"),
+    [
+        ((1, 8, 32, 7168, 2048), True),
+        ((2, 8, 32, 7168, 2048), False),
+        ((8, 8, 256, 2048, 512), True),
+        ((8, 8, 128, 2048, 768), True),
+        ((4, 8, 128, 4096, 1408), True),
+        ((8, 8, 128, 4096, 1408), False),
+        ((9, 1, 128, 128, 128), False),
+    ],
+)
+def test_what_is_faster(sizes: tuple[int, int, int, int, int], one: bool) -> None:
+    assert decode.is_faster(LayerShape(*sizes)) == one
+
+
+@pytest.fixture
+def no_scratch() -> Any:
+    with (
+        mock.patch.object(host, "_CHUNKS", {}),
+        mock.patch.object(host, "_USED", {}),
+        mock.patch.object(host, "_SCRATCH", {}),
+    ):
+        yield
+
+
+def test_scratch_belongs_to_an_address(no_scratch: None) -> None:
+    cpu, shape = torch.device("cpu"), LayerShape(8, 8, 4, 128, 512)
+    first, other = (host.scratch_for(cpu, address, shape) for address in (4096, 8192))
+    again = host.scratch_for(cpu, 4096, LayerShape(8, 8, 9, 256, 512))
+    assert first is not None
+    assert other is not None
+    assert again is first
+    spans = [(t.data_ptr(), t.data_ptr() + 4 * t.numel()) for t in (first, other)]
+    assert spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]
+    assert first.numel() == 32 + 2 * shape.hidden_words
+    assert not first.any()
+    assert first.data_ptr() % 16 == 0
+    larger = host.scratch_for(cpu, 4096, LayerShape(8, 8, 4, 128, 1024))
+    assert larger is not None
+    assert larger.data_ptr() not in (first.data_ptr(), other.data_ptr())
+
+
+def test_scratch_comes_to_an_end(no_scratch: None) -> None:
+    cpu, shape = torch.device("cpu"), LayerShape(1, 8, 4, 128, 512)
+    with mock.patch.object(host, "_CHUNK_WORDS", 20000), mock.patch.object(host, "_MOST_CHUNKS", 2):
+        found = [host.scratch_for(cpu, 16 * n, shape) for n in range(6)]
+        assert [t is None for t in found] == [False] * 4 + [True] * 2
+        assert host.scratch_for(cpu, 0, shape) is found[0]
+        assert host.scratch_for(cpu, 999, LayerShape(8, 8, 4, 128, 8192)) is None
+        tokens = draw_tokens(WEIGHTS, 1, 8)
+        with mock.patch.object(host, "scratch_for", return_value=None):
+            assert launches_of(tokens) == 0, "several launches where there is no scratch"
+
+
+def test_no_scratch_is_made_while_a_graph_is_captured(no_scratch: None) -> None:
+    cpu, shape = torch.device("cpu"), LayerShape(1, 8, 4, 128, 512)
+    with mock.patch.object(host, "_is_capturing", return_value=True):
+        assert host.scratch_for(cpu, 16, shape) is None
+    made = host.scratch_for(cpu, 16, shape)
+    with mock.patch.object(host, "_is_capturing", return_value=True):
+        assert host.scratch_for(cpu, 16, shape) is made
+        assert host.scratch_for(cpu, 32, shape) is not None

@@ -1,0 +1,123 @@
+"""Workflows, the bill of materials and what is promised to stay: held against the tree."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import padless
+from support.ragged import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+# Steps that are no command of the tree's own: a runner's shell puts files where the next step looks.
+OTHERS = {"mkdir -p packages && mv dist/*.whl dist/*.tar.gz packages/"}
+TARGET = re.compile(r"make ([a-z-]+)((?: [A-Z]+=(?:\"[^\"]*\"|\S+|\$\{\{ [^}]+ \}\}))*)")
+
+
+def jobs(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())["jobs"]
+
+
+def steps() -> list[dict[str, Any]]:
+    return [step for path in WORKFLOWS for job in jobs(path).values() for step in job["steps"]]
+
+
+def test_there_is_a_workflow_for_each_purpose() -> None:
+    assert {path.stem for path in WORKFLOWS} == {"ci", "nightly", "gpu", "docs", "release"}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_may_do_little_and_ends(path: Path) -> None:
+    """Least rights by default, a time limit on every job, every action at a version."""
+    assert yaml.safe_load(path.read_text())["permissions"] == {"contents": "read"} or path.stem == "docs"
+    for name, job in jobs(path).items():
+        assert job["timeout-minutes"] <= 360, name
+        assert job["runs-on"] == "ubuntu-24.04" or path.stem == "gpu"
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step), step
+            assert "uses" not in step or re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./-]+", step["uses"]), step
+
+
+def test_what_strangers_send_reaches_no_shell_and_no_gpu() -> None:
+    """GitHub puts expressions into scripts as text: only what the workflow itself lists may stand there."""
+    for step in steps():
+        for expression in re.findall(r"\$\{\{(.*?)\}\}", step.get("run", "")):
+            assert expression.strip().startswith("matrix."), step
+    triggers = yaml.safe_load((ROOT / ".github" / "workflows" / "gpu.yml").read_text())[True]  # "on", to YAML
+    assert set(triggers) == {"workflow_dispatch"}
+
+
+def test_every_command_of_a_workflow_is_one_of_the_trees() -> None:
+    """.ci/run, or a target of the Makefile that make would start. What a dry run cannot say: that it succeeds."""
+    commands = {step["run"] for step in steps() if "run" in step} - OTHERS
+    assert len(commands) >= 8
+    for command in sorted(commands - {"bash .ci/run"}):
+        found = TARGET.fullmatch(command)
+        assert found is not None, command
+        done = subprocess.run(["make", "-n", found[1]], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        for variable in re.findall(r"([A-Z]+)=", found[2]):
+            assert f"$({variable}" in (ROOT / "Makefile").read_text(), f"{command}: nothing reads {variable}"
+    refused = subprocess.run(["make", "-n", "no-such-target"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+
+
+def test_the_nightly_parts_are_all_tests() -> None:
+    (job,) = jobs(ROOT / ".github" / "workflows" / "nightly.yml").values()
+    parts = [name for part in job["strategy"]["matrix"]["part"] for name in part.split()]
+    assert len(parts) == len(set(parts))
+    assert set(parts) == {f"tests/{path.parent.relative_to(ROOT / 'tests').parts[0]}" for path in found_tests()}
+
+
+def found_tests() -> list[Path]:
+    return list((ROOT / "tests").rglob("test_*.py"))
+
+
+def test_pythons_of_ci_are_those_that_the_package_names() -> None:
+    job = jobs(ROOT / ".github" / "workflows" / "ci.yml")["test"]
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    torches = jobs(ROOT / ".github" / "workflows" / "ci.yml")["torches"]["strategy"]["matrix"]["torch"]
+    assert '"torch>=' + torches[0].removesuffix(".0") + "," in (ROOT / "pyproject.toml").read_text()
+
+
+def test_variables_that_are_read_are_those_that_are_promised() -> None:
+    page = (ROOT / "docs" / "stability.md").read_text()
+    read = {
+        name
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r'environ(?:\.get\(|\[)"(PADLESS_\w+)"', path.read_text())
+    }
+    assert sorted(read) == re.findall(r"^\| `(PADLESS_\w+)` \|", page, re.MULTILINE)
+
+
+def test_the_citation_has_this_version() -> None:
+    found = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert found["version"] == padless.__version__
+    assert {"cff-version", "message", "title", "authors", "license"} <= set(found)
+
+
+def test_the_bill_of_materials_has_every_package_that_padless_needs(tmp_path: Path) -> None:
+    out = tmp_path / "dist" / "padless.cdx.json"
+    command = [sys.executable, str(ROOT / "tools" / "sbom.py"), str(out)]
+    done = subprocess.run([*command, "--tag", f"v{padless.__version__}"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.5")
+    parts = {part["name"]: part for part in found["components"]}
+    assert {"torch", "numpy", "nvidia-cuda-nvrtc"} <= set(parts), "what padless names"
+    assert "sympy" in parts, "what torch names"
+    assert not {"pytest", "typer", "matplotlib", "transformers"} & set(parts), "what extras name"
+    for name, part in parts.items():
+        assert part["version"] == metadata.version(name)
+        assert part["licenses"][0]["license"]["name"]
+    refused = subprocess.run([*command, "--tag", "v9.9"], capture_output=True, text=True, check=False)
+    assert refused.returncode != 0
+    assert "v9.9" in refused.stderr

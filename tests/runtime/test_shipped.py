@@ -1,0 +1,128 @@
+"""Cubins that were compiled before they were installed: found without a compiler, or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import build_cubins
+from padless.runtime import jit, nvrtc, shipped
+from padless.testing.compile_ahead import Gpu
+
+PRELUDE = '#define KINDS "e4m3.e4m3"\n#define WGMMA_K "32"\n#define TRANSPOSES ""\n'
+SMALL = jit.Kernel("wgmma_probe/wgmma_probe.cu", PRELUDE, "sm_90a", "cubin")
+
+
+@pytest.fixture
+def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process that knows nothing yet, with an empty cache; the package is where ``installed`` puts it."""
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PADLESS_CUBINS", raising=False)
+    monkeypatch.delitem(sys.modules, shipped.PACKAGE, raising=False)
+    forget(monkeypatch)
+    yield monkeypatch
+    shipped._installed.cache_clear()
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_in_memory", {})
+    monkeypatch.setattr(jit, "_locks", {})
+    shipped._installed.cache_clear()
+    importlib.invalidate_caches()
+
+
+def installed(folder: Path, kernel: jit.Kernel, monkeypatch: pytest.MonkeyPatch) -> jit.CompiledKernel:
+    """``kernel`` compiled for the package at ``folder``, which can be imported from here on."""
+    compiled = jit.compile_kernel(*kernel)
+    name = jit.cache_name(jit.nvrtc_version(), kernel)
+    shipped.write(folder, jit.nvrtc_version(), {name: (compiled.image, compiled.log)}, "0.0")
+    monkeypatch.syspath_prepend(str(folder))
+    forget(monkeypatch)
+    monkeypatch.setenv("PADLESS_CACHE_DIR", str(folder / "another_cache"))
+    return compiled
+
+
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: Any) -> Any:
+        raise AssertionError("the compiler was asked")
+
+    for name in ("_nvrtc", "version", "compile_text"):
+        monkeypatch.setattr(nvrtc, name, refused)
+
+
+def test_a_shipped_kernel_is_the_compiled_one_and_needs_no_compiler(
+    process: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled = installed(tmp_path / "wheel", SMALL, process)
+    without_compiler(process)
+    assert jit.compile_kernel(*SMALL) == compiled
+    assert not (tmp_path / "wheel" / "another_cache").exists()
+    process.setenv("PADLESS_CUBINS", "0")
+    forget(process)
+    with pytest.raises(AssertionError, match="the compiler was asked"):
+        jit.compile_kernel(*SMALL)
+
+
+@pytest.mark.parametrize("changed", ["source", "header", "prelude", "options", "architecture"])
+def test_a_kernel_of_anything_else_is_compiled(changed: str, process: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed(tmp_path / "wheel", SMALL, process)
+    without_compiler(process)
+    asked = SMALL
+    if changed in ("source", "header"):
+        texts = dict(jit.sources())
+        used = [name for name in jit._used_sources(SMALL.source)[::2] if name.endswith(".cuh") == (changed == "header")]
+        assert used, "the kernel has no header, and the test would say nothing"
+        texts[used[0]] += "// another comment\n"
+        process.setattr(jit, "sources", lambda: texts)
+    elif changed == "prelude":
+        asked = SMALL._replace(prelude=SMALL.prelude + "#define MORE 1\n")
+    elif changed == "options":
+        process.setattr(jit, "_OPTIONS", (*jit._OPTIONS, "--use_fast_math"))
+    else:
+        asked = SMALL._replace(arch="sm_100a")
+    with pytest.raises(AssertionError, match="the compiler was asked"):
+        jit.compile_kernel(*asked)
+
+
+def test_a_damaged_image_is_compiled_again_with_a_warning(process: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiled = installed(tmp_path / "wheel", SMALL, process)
+    (path,) = (tmp_path / "wheel" / shipped.PACKAGE).glob("*.cubin")
+    image = bytearray(path.read_bytes())
+    image[len(image) // 2] ^= 1
+    path.write_bytes(image)
+    with pytest.warns(RuntimeWarning, match="is damaged"):
+        assert jit.compile_kernel(*SMALL).image == compiled.image
+    (path.parent / "index.json").write_text("{")
+    forget(process)
+    process.setenv("PADLESS_CACHE_DIR", str(tmp_path / "third_cache"))
+    with pytest.warns(RuntimeWarning, match="no index"):
+        assert jit.compile_kernel(*SMALL).image == compiled.image
+
+
+def test_nothing_installed_is_no_warning(process: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert shipped.shipped() is None
+
+
+def test_a_familys_image_serves_its_members_alone(process: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel = build_cubins.kernels_of_model("Qwen3-30B", Gpu("sm_100a", 148), 1)[0]
+    compiled = installed(tmp_path / "wheel", kernel._replace(arch="sm_100f"), process)
+    without_compiler(process)
+    for member in ("sm_100a", "sm_103a"):
+        assert jit.compile_kernel(*kernel._replace(arch=member)).image == compiled.image
+    for other in ("sm_110a", "sm_120a", "sm_90a"):
+        with pytest.raises(AssertionError, match="the compiler was asked"):
+            jit.compile_kernel(*kernel._replace(arch=other))
+
+
+def test_rehearsals_of_layers_find_kernels_of_both_products() -> None:
+    kernels = build_cubins.kernels_of_model("Qwen3-30B", Gpu("sm_90a", 132), 64)
+    assert len(kernels) >= 2
+    assert {(kernel.arch, kernel.kind) for kernel in kernels} == {("sm_90a", "cubin")}
+    assert len({kernel.prelude for kernel in kernels}) == len(kernels)

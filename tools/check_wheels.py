@@ -1,0 +1,99 @@
+"""Builds sdist and wheel into dist/ and uses each as somebody who installed it: README's example and `padless info`.
+
+    python tools/check_wheels.py
+
+Every artefact gets a new virtual environment of its own and runs outside of the tree. Its dependencies are those of the
+environment that runs this, reached by a path, so nothing is downloaded: what is proven is that the artefact is whole and
+installs, not that the index has its dependencies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """What a command prints. RuntimeError with all that it said where it fails."""
+    unset = ("PYTHONPATH", "PADLESS_CUBINS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """The files that git knows or would add, copied, so that nothing else gets into an artefact."""
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+    return folder
+
+
+def build(kind: str, tree: Path, out: Path) -> Path:
+    """The "wheel" or "sdist" of a tree, in the folder out."""
+    return out / run(sys.executable, "-c", BUILD, f"build_{kind}", out, cwd=tree).splitlines()[-1]
+
+
+def wheel_of(sdist: Path, folder: Path) -> Path:
+    """The wheel that an sdist builds, in a folder of its own."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
+
+
+def use(wheel: Path, folder: Path) -> None:
+    """Installs a wheel into a new environment in folder and uses it. RuntimeError where that fails."""
+    venv.create(folder, with_pip=True)
+    (site,) = (folder / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    options = ("-q", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check")
+    python = folder / "bin" / "python"
+    run(python, "-m", "pip", "install", *options, wheel, cwd=folder)
+    where = Path(run(python, "-c", "import padless; print(padless.__file__)", cwd=folder).strip())
+    if not where.is_relative_to(folder):
+        raise RuntimeError(f"{wheel.name} was installed, and {where} is imported")
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    said = run(python, "-c", example + "\nassert not out.isnan().any()", cwd=folder)
+    if not said.startswith("torch.Size([1000, 256])"):
+        raise RuntimeError(f"README's example prints {said!r}")
+    info = json.loads(run(folder / "bin" / "padless", "info", "--json", cwd=folder))
+    if not info["backends"]["emulator"]["available"]:
+        raise RuntimeError(f"padless info: {info['backends']}")
+
+
+def main() -> None:
+    dist = ROOT / "dist"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        dist.mkdir(exist_ok=True)
+        tree = copy_of_the_tree(folder / "tree")
+        wheel, sdist = build("wheel", tree, dist), build("sdist", tree, dist)
+        again = wheel_of(sdist, folder / "unpacked")
+        names = [sorted(zipfile.ZipFile(each).namelist()) for each in (wheel, again)]
+        if names[0] != names[1]:
+            raise RuntimeError(f"the sdist's wheel differs in {sorted(set(names[0]) ^ set(names[1]))}")
+        use(wheel, folder / "wheel")
+        use(again, folder / "sdist")
+    for artefact in (wheel, sdist):
+        print(f"wheels: {artefact.name} ({artefact.stat().st_size / 1e6:.1f} MB) installs and runs on its own")
+
+
+if __name__ == "__main__":
+    main()
