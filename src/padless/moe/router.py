@@ -91,7 +91,7 @@ def topk(logits: torch.Tensor, router: Router, correction_bias: torch.Tensor | N
     first; -0 equals 0. NaN comes before every number, as in torch.topk, and what is chosen by a NaN weighs NaN. Under
     "softmax" -inf weighs 0, and all experts of a token weigh NaN if one logit is NaN or +inf, or all are -inf.
 
-    The bits are fixed: the exponential is that of padless' activations, and a sum adds pairs of neighbours, then pairs
+    The bits are fixed: the exponential is that of padless' sigmoid, and a sum adds pairs of neighbours, then pairs
     of these sums, and so on. A token's result depends on its own logits alone.
     Differentiable for logits, by the weights; correction_bias only chooses and gets no gradient. Raises ValueError.
 

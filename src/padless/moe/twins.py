@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from padless.moe.activation import EXP_LOW, Activation, activate, exponential, sigmoid
+from padless.moe.activation import Activation, activate, sigmoid
+from padless.quantization.swiglu_rules import LARGEST, exp_minus
 from padless.reference.gemm import round_to
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def topk(
     groups = router.num_expert_groups
     choice = values
     if correction_bias is not None or router.top_groups < groups:
-        choice = sigmoid(values) if router.scoring == "sigmoid" else _softmax(values, values)
+        choice = _sigmoid(values) if router.scoring == "sigmoid" else _softmax(values, values)
         if correction_bias is not None:
             choice = choice + correction_bias.to(torch.float32)
     ranks = _ranked(choice)
@@ -56,7 +57,7 @@ def topk(
     if router.scoring == "softmax":
         weights = _softmax(chosen, chosen if router.renormalize else values)
     else:
-        weights = sigmoid(chosen)
+        weights = _sigmoid(chosen)
         if router.renormalize:
             weights = weights / (_sum_of_pairs(weights) + LEAST_SUM)
     by_nan = choice.gather(1, ids).isnan()
@@ -70,8 +71,13 @@ def _softmax(values: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 def _decayed(x: torch.Tensor) -> torch.Tensor:
-    """e^x of float32 x up to 0; 0 where the exponential ends."""
-    return torch.where(x < EXP_LOW, 0.0, exponential(x))
+    """e^x of float32 x up to 0; 0 where the exponential ends, NaN for NaN."""
+    return torch.where(x.isnan(), x, torch.where(x < -LARGEST, 0.0, exp_minus(-x)))
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + e^-x) of float32 x; NaN for NaN."""
+    return torch.where(x.isnan(), x, sigmoid(x))
 
 
 def _sum_of_pairs(x: torch.Tensor) -> torch.Tensor:

@@ -10,17 +10,17 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
-from padless.moe.activation import EXP_LOW
 from padless.moe.triton import arithmetic
 from padless.moe.twins import ID_BITS, LEAST_SUM
-from padless.quantization.triton import casts
+from padless.quantization.swiglu_rules import LARGEST
+from padless.quantization.triton import casts, swiglu_arithmetic
 from padless.quantization.triton.launches import begin, launch, programmatic
 
 if TYPE_CHECKING:
     from padless.moe.router import Router
 
 _LOGITS_A_WARP = 1024
-_EXP_LOW = tl.constexpr(EXP_LOW)
+_LOWEST = tl.constexpr(-LARGEST)
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
 _ID_BITS = tl.constexpr(ID_BITS)
 _LAST_ID = tl.constexpr((1 << ID_BITS) - 1)
@@ -50,6 +50,7 @@ def topk(
         RENORMALIZE=router.renormalize,
         GROUPS=groups,
         TOP_GROUPS=min(router.top_groups, groups),
+        HARDWARE=casts.casts_in_hardware(logits.device),
         **programmatic(logits.device),
         num_warps=min(max(ceil_div(triton.next_power_of_2(experts), _LOGITS_A_WARP), 1), 4),
         enable_fp_fusion=False,
@@ -72,6 +73,7 @@ def _topk(
     RENORMALIZE: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    HARDWARE: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     begin(PROGRAMMATIC)
@@ -81,7 +83,7 @@ def _topk(
 
     if not SIGMOID and (BY_SCORE or not RENORMALIZE):
         expert = tl.arange(0, triton.next_power_of_2(EXPERTS))
-        largest, total = _softmax_sum(_load(row, expert, column_stride, expert < EXPERTS), expert < EXPERTS)
+        largest, total = _softmax_sum(_load(row, expert, column_stride, expert < EXPERTS), expert < EXPERTS, HARDWARE)
 
     # Ranks of a group's experts are a row; without groups all of them are one.
     SIZE: tl.constexpr = EXPERTS // GROUPS
@@ -93,7 +95,7 @@ def _topk(
     there = (group[:, None] < GROUPS) & (member[None, :] < SIZE)
     choice = _load(row, expert, column_stride, there)
     if BY_SCORE:
-        choice = _sigmoid(choice) if SIGMOID else _quotient(_decayed(choice - largest), total)
+        choice = _sigmoid(choice, HARDWARE) if SIGMOID else _quotient(_decayed(choice - largest, HARDWARE), total)
         if bias_ptr is not None:
             choice += casts.to_float32(tl.load(bias_ptr + expert, mask=there, other=0.0))
     ranks = tl.where(there, _ranked(choice, expert), _ABSENT)
@@ -116,13 +118,13 @@ def _topk(
     ids, chosen_by, there = _id_of(chosen), _value_of(chosen), slot < TOP_K
     logits = _load(row, ids, column_stride, there)
     if SIGMOID:
-        weights = tl.where(there, _sigmoid(logits), 0.0)
+        weights = tl.where(there, _sigmoid(logits, HARDWARE), 0.0)
         if RENORMALIZE:
             weights = _quotient(weights, _sum_of_pairs(weights) + _LEAST_SUM)
     else:
         if RENORMALIZE:
-            largest, total = _softmax_sum(logits, there)
-        weights = _quotient(_decayed(logits - largest), total)
+            largest, total = _softmax_sum(logits, there, HARDWARE)
+        weights = _quotient(_decayed(logits - largest, HARDWARE), total)
     weights = tl.where(chosen_by == chosen_by, weights * scaling_factor, chosen_by)
     at = token * TOP_K + slot
     tl.store(weights_ptr + at, weights, mask=there)
@@ -137,22 +139,22 @@ def _load(row, expert, column_stride, there):
 
 
 @triton.jit
-def _softmax_sum(values, there):
+def _softmax_sum(values, there, HARDWARE: tl.constexpr):
     """(the largest value, the sum of e^(value - largest) of those that are there)."""
     largest = tl.max(values, axis=0)
-    return largest, _sum_of_pairs(tl.where(there, _decayed(values - largest), 0.0))
+    return largest, _sum_of_pairs(tl.where(there, _decayed(values - largest, HARDWARE), 0.0))
 
 
 @triton.jit
-def _decayed(x):
+def _decayed(x, HARDWARE: tl.constexpr):
     """e^x of x up to 0; 0 where the exponential ends, NaN for NaN."""
-    return tl.where(x < _EXP_LOW, 0.0, tl.where(x == x, arithmetic.exponential(x), x))
+    return tl.where(x < _LOWEST, 0.0, tl.where(x == x, swiglu_arithmetic.exp_minus(-x, HARDWARE), x))
 
 
 @triton.jit
-def _sigmoid(x):
+def _sigmoid(x, HARDWARE: tl.constexpr):
     """1 / (1 + e^-x); NaN for NaN."""
-    return tl.where(x == x, arithmetic.sigmoid(x), x)
+    return tl.where(x == x, arithmetic.sigmoid(x, HARDWARE), x)
 
 
 @triton.jit
