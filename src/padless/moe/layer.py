@@ -332,9 +332,10 @@ def _chosen(
     found = topk(logits, router, correction_bias)
     if router.k > MAX_TOP_K:
         raise ValueError(f"router has k = {router.k}; a layer takes at most {MAX_TOP_K} experts a token")
-    experts = w13.data.shape[0] if ep is None else ep.settings.num_experts
-    if logits.shape[1] != experts:
-        raise ValueError(f"router_logits must be (T, E) with E = {experts}, got {describe(logits)}")
+    if isinstance(w13, BlockScaledTensor):  # what is none is refused later
+        experts = w13.data.shape[0] if ep is None else ep.settings.num_experts
+        if logits.shape[1] != experts:
+            raise ValueError(f"router_logits must be (T, E) with E = {experts}, got {describe(logits)}")
     return found
 
 

@@ -98,10 +98,9 @@ def topk(logits: torch.Tensor, router: Router, correction_bias: torch.Tensor | N
     Example: logits [[0, 2, 1, 2]] and Router(2): ids [[1, 3]], weights [[0.5, 0.5]].
     """
     _check(logits, router, correction_bias)
-    arguments = (logits, correction_bias, *_packed(router))
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return TopK(*torch.ops.padless.topk(*arguments))
-    return TopK(*ops.call("topk", *arguments))
+    if ops.is_traced(logits, correction_bias) or (torch.is_grad_enabled() and logits.requires_grad):
+        return TopK(*torch.ops.padless.topk(logits, correction_bias, *_packed(router)))
+    return TopK(*_chosen(logits, correction_bias, router))
 
 
 def _packed(router: Router) -> tuple[Any, ...]:
@@ -153,6 +152,12 @@ def _topk(
     scaling_factor: float, num_expert_groups: int, top_groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     router = Router(k, scoring, renormalize, scaling_factor, num_expert_groups, top_groups)
+    return _chosen(logits, correction_bias, router)
+
+
+def _chosen(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, router: Router
+) -> tuple[torch.Tensor, torch.Tensor]:
     if not runs_triton(logits) or logits.shape[0] == 0:
         return twins.topk(logits, correction_bias, router)
     from padless.moe.triton import topk as kernel
