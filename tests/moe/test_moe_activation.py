@@ -77,9 +77,9 @@ def test_out_columns() -> None:
 
 
 def test_the_examples_of_the_documentation_run() -> None:
-    forward, backward = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(forward + backward, names)
+    exec("".join(blocks), names)
     assert names["x"].grad.shape == (200, 512)
     assert names["out"].shape == (200, 512)
     assert names["out"].dtype == torch.bfloat16

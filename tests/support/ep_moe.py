@@ -14,7 +14,7 @@ import torch
 import padless
 from padless.distributed import ExpertParallel
 from padless.formats import BlockScaledTensor
-from padless.moe import moe
+from padless.moe import Router, moe, topk
 from padless.nn import Experts
 from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
@@ -116,6 +116,10 @@ def moe_forward(ranks: Ranks) -> None:
         assert_bits(got, added(parts), case)
         got = moe(x, ids, weight, **mine, **options, ep=ep, shared=shared)
         assert_bits(got, (added(parts).float() + shared.float()).to(parts[0].dtype), f"{case}, shared")
+        logits = torch.randn((len(ids), len(every)), generator=generator).to(ranks.device)
+        by_logits, chosen = topk(logits, Router(TOP_K))
+        got = moe(x, None, None, **mine, **options, ep=ep, router_logits=logits, router=Router(TOP_K))
+        assert_bits(got, moe(x, chosen, by_logits, **mine, **options, ep=ep), f"{case}, logits")
         # All experts of a token at one rank, another for every token: one process' own call.
         together = parts_of(ids, p)
         turn = torch.arange(len(ids), device=ids.device)[:, None] % ranks.size

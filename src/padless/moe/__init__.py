@@ -4,11 +4,14 @@ from padless.moe.activation import Activation
 from padless.moe.combining import combine, combine_backward
 from padless.moe.gather import activate_quantize, gather_backward, gather_quantize, route_quantize
 from padless.moe.layer import moe
+from padless.moe.router import Router, TopK, topk
 from padless.moe.routing import Routing, route
 
 __all__ = [
     "Activation",
+    "Router",
     "Routing",
+    "TopK",
     "activate_quantize",
     "combine",
     "combine_backward",
@@ -17,4 +20,5 @@ __all__ = [
     "moe",
     "route",
     "route_quantize",
+    "topk",
 ]

@@ -6,7 +6,7 @@ gradients are in `padless.moe.backward`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from padless.moe.combining import combine
 from padless.moe.decode import moe_in_one_launch
 from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
+from padless.moe.router import Router, TopK, topk
 from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
@@ -54,11 +55,14 @@ BF16 = "BF16"
 
 def moe(
     x: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    top_k_index: torch.Tensor | None,
+    top_k_weights: torch.Tensor | None,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     *,
+    router_logits: torch.Tensor | None = None,
+    router: Router | None = None,
+    correction_bias: torch.Tensor | None = None,
     activation: ActivationKind = "swiglu",
     gate_up: GateUp = "concatenated",
     alpha: float = 1.0,
@@ -83,6 +87,8 @@ def moe(
         x: (T, H) bfloat16, float16 or float32; T may be 0.
         top_k_index: (T, k) int32 or int64, k from 1 to 16. Ids that are no expert add nothing.
         top_k_weights: (T, k) bfloat16, float16 or float32.
+        router_logits: (T, E), to be given with router, and with correction_bias where there is one, in the place of
+            top_k_index and top_k_weights, which are None then: ids and weights are those of `padless.moe.topk`.
         w13: (E, 2 I, H) weights with a gate, (E, I, H) without, quantized with kind="weight".
         w2: (E, H, I) weights.
         activation: "swiglu" and others; with gate_up, alpha, limit and up_offset: see `padless.moe.Activation`. gpt-oss:
@@ -109,10 +115,18 @@ def moe(
     tokens around it. No synchronization; safe in CUDA graphs; memory is for T * k rows. With ep: memory is for its
     capacity, and its backend says whether it synchronizes and may be captured.
 
-    Differentiable for x, top_k_weights and shared where weights and activations are FP8_BLOCK, scales plain, the
-    activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that requires grad
-    is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
+    Differentiable for x, top_k_weights or router_logits, and shared where weights and activations are FP8_BLOCK, scales
+    plain, the activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that
+    requires grad is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
+    if router_logits is not None or router is not None or correction_bias is not None:
+        with _checking(ep):
+            if top_k_index is not None or top_k_weights is not None:
+                raise ValueError(
+                    f"top_k_index is {shown(top_k_index)} and top_k_weights {shown(top_k_weights)}; both must be None "
+                    "where router_logits are given"
+                )
+            top_k_weights, top_k_index = _chosen(router_logits, router, correction_bias, w13, ep)
     options = (activation, gate_up, alpha, limit, up_offset, activations, num_experts, out_dtype)
     inputs = (x, top_k_index, top_k_weights, shared)
     constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
@@ -123,11 +137,11 @@ def moe(
             if (out := again(*inputs)) is not None:
                 return out
             replay.forget(facts)
-    if ep is not None and not hasattr(ep, "_moe"):
-        raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
-    with nullcontext() if ep is None else ep.checking():
+    with _checking(ep):
         act = Activation(activation, gate_up, alpha, limit, up_offset)
-        _check(x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act)
+        top_k_index, top_k_weights = _check(
+            x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act
+        )
         experts, n = w13.data.shape[:2]
         check_readable(
             bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
@@ -144,7 +158,8 @@ def moe(
         name = _activations(activations, w13, x)
         if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
             raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
-        trained = backward.wanted(x=x, top_k_weights=top_k_weights, shared=shared)
+        weighs = "top_k_weights" if router_logits is None else "router_logits"
+        trained = backward.wanted(**{"x": x, weighs: top_k_weights, "shared": shared})
         if trained is not None:
             has_bias = bias13 is not None or bias2 is not None
             backward.check_differentiable(trained, w13, w2, act, name, has_bias)
@@ -297,15 +312,43 @@ class Projection:
 # --- checks ----------------------------------------------------------------------------------------------
 
 
+def _checking(ep: ExpertParallel | None) -> AbstractContextManager[None]:
+    """A block of checks, whose error is told to ranks that wait for this one."""
+    if ep is not None and not hasattr(ep, "_moe"):
+        raise ValueError(f"ep must be a padless.distributed.ExpertParallel or None, got {shown(ep)}")
+    return nullcontext() if ep is None else ep.checking()
+
+
+def _chosen(
+    logits: torch.Tensor | None,
+    router: Router | None,
+    correction_bias: torch.Tensor | None,
+    w13: BlockScaledTensor,
+    ep: ExpertParallel | None,
+) -> TopK:
+    """The experts of every token and their weights, by the router's logits."""
+    if logits is None or router is None:
+        raise ValueError(f"router_logits is {shown(logits)} and router {shown(router)}; both must be given, or neither")
+    found = topk(logits, router, correction_bias)
+    if router.k > MAX_TOP_K:
+        raise ValueError(f"router has k = {router.k}; a layer takes at most {MAX_TOP_K} experts a token")
+    if isinstance(w13, BlockScaledTensor):  # what is none is refused later
+        experts = w13.data.shape[0] if ep is None else ep.settings.num_experts
+        if logits.shape[1] != experts:
+            raise ValueError(f"router_logits must be (T, E) with E = {experts}, got {describe(logits)}")
+    return found
+
+
 def _check(
     x: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    top_k_index: torch.Tensor | None,
+    top_k_weights: torch.Tensor | None,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     num_experts: int | None,
     activation: Activation,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises ValueError for arguments that do not go together; ids and weights, which are not None then."""
     check_tensor_type("x", x)
     refuse_kinds(top_k_index=top_k_index)
     check_matrix("x", x, None, None, x.device)
@@ -336,6 +379,8 @@ def _check(
         check_integer("num_experts", num_experts, 1)
     if num_experts is not None and num_experts != experts:
         raise ValueError(f"num_experts is {num_experts} and w13 has {experts} experts; leave it None")
+    assert top_k_weights is not None
+    return top_k_index, top_k_weights
 
 
 def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from padless.moe.activation import Activation, activate
+from padless.moe.activation import Activation, activate, sigmoid
+from padless.quantization.swiglu_rules import LARGEST, exp_minus
 from padless.reference.gemm import round_to
 
+if TYPE_CHECKING:
+    from padless.moe.router import Router
+
 LANES = 256  # partial sums of a dot product
+ID_BITS = 12  # of a rank: those of an expert's id
+_LAST_ID = (1 << ID_BITS) - 1
+LEAST_SUM = 1e-20  # added to the sum of sigmoids that others are divided by
 
 
 def route(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,6 +32,76 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     row[order] = torch.arange(order.shape[0], device=order.device)
     inverse = torch.where(ids == num_experts, -1 - row, row)
     return offs, (order // top_k).to(torch.int32), inverse.to(torch.int32).view(top_k_index.shape)
+
+
+def topk(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, router: Router
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, ids) of `padless.moe.topk` of checked arguments."""
+    values = logits.to(torch.float32)
+    groups = router.num_expert_groups
+    choice = values
+    if correction_bias is not None or router.top_groups < groups:
+        choice = _sigmoid(values) if router.scoring == "sigmoid" else _softmax(values, values)
+        if correction_bias is not None:
+            choice = choice + correction_bias.to(torch.float32)
+    ranks = _ranked(choice)
+    if router.top_groups < groups:
+        by_group = ranks.unflatten(1, (groups, -1))
+        best = _value_of(by_group.topk(2).values)
+        kept = _ids_of(_ranked(best[..., 0] + best[..., 1]).topk(router.top_groups).values)
+        by_group = by_group.gather(1, kept[..., None].expand(-1, -1, by_group.shape[2]))
+        ranks = by_group.flatten(1)
+    ids = _ids_of(ranks.topk(router.k).values)
+    chosen = values.gather(1, ids)
+    if router.scoring == "softmax":
+        weights = _softmax(chosen, chosen if router.renormalize else values)
+    else:
+        weights = _sigmoid(chosen)
+        if router.renormalize:
+            weights = weights / (_sum_of_pairs(weights) + LEAST_SUM)
+    by_nan = choice.gather(1, ids).isnan()
+    return torch.where(by_nan, float("nan"), weights * router.scaling_factor), ids
+
+
+def _softmax(values: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """e^values over the sum of e^among, both less the largest of among."""
+    largest = among.amax(1, keepdim=True)
+    return _decayed(values - largest) / _sum_of_pairs(_decayed(among - largest))
+
+
+def _decayed(x: torch.Tensor) -> torch.Tensor:
+    """e^x of float32 x up to 0; 0 where the exponential ends, NaN for NaN."""
+    return torch.where(x.isnan(), x, torch.where(x < -LARGEST, 0.0, exp_minus(-x)))
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + e^-x) of float32 x; NaN for NaN."""
+    return torch.where(x.isnan(), x, sigmoid(x))
+
+
+def _sum_of_pairs(x: torch.Tensor) -> torch.Tensor:
+    """(T, 1), the sums of rows: of columns 2 c and 2 c + 1, then of two such sums next to each other, and so on."""
+    while x.shape[1] > 1:
+        x = torch.nn.functional.pad(x, (0, x.shape[1] % 2))
+        x = x[:, 0::2] + x[:, 1::2]
+    return x
+
+
+def _ranked(x: torch.Tensor) -> torch.Tensor:
+    """int64 in the order of float32 x (.., C), -0 as 0, NaN last, and of two equal ones the column that comes first."""
+    bits = torch.where(x == 0.0, 0.0, x).view(torch.int32)
+    order = torch.where(x.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    return order << ID_BITS | torch.arange(x.shape[-1], device=x.device) ^ _LAST_ID
+
+
+def _value_of(ranks: torch.Tensor) -> torch.Tensor:
+    order = (ranks >> ID_BITS).to(torch.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+def _ids_of(ranks: torch.Tensor) -> torch.Tensor:
+    return ranks & _LAST_ID ^ _LAST_ID
 
 
 def tokens_of(inverse: torch.Tensor) -> torch.Tensor:

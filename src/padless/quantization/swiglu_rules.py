@@ -78,6 +78,12 @@ def backward(dh: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, prob: torch
 
 def sigmoid(y: torch.Tensor) -> torch.Tensor:
     """s of the text above for y, float32 and at least SMALLEST."""
+    one = torch.ones((), dtype=torch.float32, device=y.device)
+    return one / (one + exp_minus(y))
+
+
+def exp_minus(y: torch.Tensor) -> torch.Tensor:
+    """e of the text above, exp(-y), for y, float32 and at least SMALLEST; above LARGEST it is that of LARGEST."""
 
     def number(value: float) -> torch.Tensor:
         return torch.full((), value, dtype=torch.float32, device=y.device)
@@ -90,8 +96,7 @@ def sigmoid(y: torch.Tensor) -> torch.Tensor:
     for coefficient in (C4, -C3, C2, -1.0, 1.0):
         p = fma(p, r, number(coefficient))
     # n is in the last bits of t: moved into the exponent.
-    e = (p.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
-    return number(1.0) / (number(1.0) + e)
+    return (p.view(torch.int32) + (t.view(torch.int32) << 23)).view(torch.float32)
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

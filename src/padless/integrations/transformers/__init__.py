@@ -29,6 +29,7 @@ from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
 from padless.integrations.transformers.quantizers import register_quantizers
 from padless.integrations.transformers.quantizing import quantize_experts
+from padless.integrations.transformers.routers import use_padless_routers
 from padless.integrations.transformers.training import TRAIN_NAME, set_recipe, train_forward
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "set_recipe",
     "train_forward",
     "use_padless_fp8_kernels",
+    "use_padless_routers",
 ]
 
 

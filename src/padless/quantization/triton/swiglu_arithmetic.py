@@ -49,6 +49,15 @@ def bounded(gate):
 @triton.jit
 def sigmoid(y, HARDWARE: tl.constexpr):
     """fl(1 / fl(1 + exp(-y)))."""
+    e = exp_minus(y, HARDWARE)
+    if HARDWARE:
+        return casts.usual_reciprocal(e + 1.0)
+    return casts.quotient(1.0, e + 1.0)
+
+
+@triton.jit
+def exp_minus(y, HARDWARE: tl.constexpr):
+    """exp(-y) of y, at least the bound; above LARGEST that of LARGEST."""
     x = tl.minimum(y, _number(_LARGEST, y))
     t = _fma(x, _number(_MINUS_LOG2E, x), _number(_ROUNDING, x), HARDWARE)
     n = t - _ROUNDING
@@ -58,10 +67,7 @@ def sigmoid(y, HARDWARE: tl.constexpr):
     p = _fma(p, r, _number(_C2, x), HARDWARE)
     p = _fma(p, r, _number(-1.0, x), HARDWARE)
     p = _fma(p, r, _number(1.0, x), HARDWARE)
-    e = (p.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
-    if HARDWARE:
-        return casts.usual_reciprocal(e + 1.0)
-    return casts.quotient(1.0, e + 1.0)
+    return (p.to(tl.int32, bitcast=True) + (t.to(tl.int32, bitcast=True) << 23)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
