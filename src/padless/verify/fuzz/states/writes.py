@@ -185,8 +185,8 @@ def storage_freed(layer: Layer, r: random.Random) -> None:
     """As FSDP does it: memory given back between steps, and filled anew."""
     parameter = layer.parameter(r)
     storage, values = parameter.untyped_storage(), layer.values(parameter.detach(), r)
-    if not storage.resizable():
-        return
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+        return  # torch ends the process that resizes what was once shared with others
     size = storage.size()
     storage.resize_(0)
     if r.random() < 0.5:
