@@ -72,6 +72,8 @@ quick: $(DEV)
 
 readme: $(RUN)
 	@$(BIN)/python tools/readme_measured.py
+	@$(BIN)/python tools/compatibility.py >docs/.compatibility.md
+	@mv docs/.compatibility.md docs/compatibility.md
 
 lint: $(DEV)
 	@$(BIN)/ruff check --quiet --output-format concise
