@@ -97,7 +97,7 @@ def _run(file: str, record: Mapping[str, Any], machine: Mapping[str, Any]) -> Ru
 
 
 def _evidence(some: Iterable[Run]) -> str:
-    """What runs say, briefly: those that prove, the newest of each file, and how many measure."""
+    """Runs in brief: those that prove, the newest of each file, and how many measure."""
     some = list(some)
     proofs = {run.file: run for run in some if run.verified}
     said = [
@@ -155,7 +155,7 @@ def _import_anew(plugin: str) -> None:
 
 
 def said_of_version(framework: str, version: str) -> str:
-    """What is said of a version that is not served; of frameworks that are not asked for theirs, nothing."""
+    """Error of padless' plug-in for a version that is not served; "" for frameworks that are not asked for theirs."""
     named = ModuleType(framework)
     vars(named)["__version__"] = version
     engine = {"vllm": engines.VLLM, "sglang": engines.SGLANG}.get(framework)
