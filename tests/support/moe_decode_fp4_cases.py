@@ -32,7 +32,9 @@ class Fp4Weights:
         return self.w13.data.shape[0]
 
 
-def draw_fp4_weights(experts: int, h: int, i: int, seed: int = 0, *, bias: str = "both", size: float = 1.0) -> Fp4Weights:
+def draw_fp4_weights(
+    experts: int, h: int, i: int, seed: int = 0, *, bias: str = "both", size: float = 1.0
+) -> Fp4Weights:
     """Random experts whose scales differ from block to block; scales past the end of K are no numbers.
 
     bias: "both", "first", "second" or "none" of the projections have one.
