@@ -93,6 +93,7 @@ def test_few_tokens_with_fp4_weights_are_one_launch_with_the_bits_of_several() -
     want = fp4.several_launches(FP4_WEIGHTS, tokens)
     with (
         emulated_driver().configured(num_sms=2),
+        mock.patch.object(decode, "MOST_FP4_TOKENS", 2),
         mock.patch.object(host_fp4, "prepare", wraps=host_fp4.prepare) as prepare,
     ):
         out = fp4.call(FP4_WEIGHTS, tokens, fp4.GPT_OSS)
@@ -101,7 +102,7 @@ def test_few_tokens_with_fp4_weights_are_one_launch_with_the_bits_of_several() -
 
 
 def test_what_is_one_launch_with_fp4_weights() -> None:
-    tokens = draw_tokens(FP4_WEIGHTS, 2, 2, 1, shared=True)
+    tokens = draw_tokens(FP4_WEIGHTS, 1, 2, 1, shared=True)
     one: dict[str, dict[str, Any]] = {
         "gpt-oss": {},
         "plain SwiGLU": {"alpha": 1.0, "limit": None, "up_offset": 0.0},
@@ -115,7 +116,7 @@ def test_what_is_one_launch_with_fp4_weights() -> None:
         "a float32 result": {"out_dtype": torch.float32},
         "the reference": {"backend": "reference"},
         "Blackwell": {"backend": "emulator:sm_100a"},
-        "shared in float32": {"shared": torch.zeros(2, 96)},
+        "shared in float32": {"shared": torch.zeros(1, 96)},
     }
     for name, more in (one | several).items():
         assert launches_of(tokens, FP4_WEIGHTS, **more) == (name in one), name

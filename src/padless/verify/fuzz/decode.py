@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from padless import moe
 from padless.formats import FORMAT_BY_NAME, MXFP4, BlockScaledTensor
 from padless.layouts import to_blocked
 from padless.moe.activation import Activation
@@ -104,6 +105,12 @@ def judge_decode(o: Options, place: Place) -> None:
     layer = Layer(o | {"dtype": "bfloat16"}, place, w13, w2, biases[0], biases[1], act)
 
     def call(t: _Tokens) -> torch.Tensor:
+        if not place.has_kernels:
+            return moe.moe(
+                t.x, t.ids, t.weights, w13, w2, gate_up=act.gate_up, alpha=act.alpha, limit=act.limit,
+                up_offset=act.up_offset, bias13=biases[0], bias2=biases[1], shared=t.shared,
+                activations=layer.format or torch.bfloat16, backend=place.backend,
+            )  # fmt: skip
         out = moe_in_one_launch(
             t.x, t.ids, t.weights, w13, w2, activation=act, format=layer.format, bias13=biases[0], bias2=biases[1],
             shared=t.shared, out_dtype=torch.bfloat16, backend=place.backend, only_if_faster=False,

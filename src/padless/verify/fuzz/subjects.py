@@ -96,7 +96,9 @@ SUBJECTS: dict[str, Subject] = {
     "moe.combine": Subject(
         layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine
     ),
-    "moe.decode": Subject(decode.constants, decode.rest, decode.judge_decode, 4, 3, ("sm_90a",), emulated=True),
+    "moe.decode": Subject(
+        decode.constants, decode.rest, decode.judge_decode, 4, 3, ("reference", "sm_90a"), emulated=True
+    ),
     "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
 }
 
