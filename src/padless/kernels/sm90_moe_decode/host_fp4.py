@@ -17,7 +17,7 @@ from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
 from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode_fp4.cu"
-_UNIT_OUTPUTS, _UNIT_ROWS = 8, 16
+_UNIT_ROWS = 16
 _UINT8 = 0  # CUtensorMapDataType
 
 
@@ -80,7 +80,8 @@ def prepare(
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i),
         *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, room_of(scratch)),
     )
-    maps = (_gate_up_map(w13.data), _stripe_map(w2.data), _scale_map(w13), _scale_map(w2))
+    gate_up, stripes = _code_map(w13.data, row_step=2, half_step=1), _code_map(w2.data, row_step=1, half_step=8)
+    maps = (gate_up, stripes, _scale_map(w13), _scale_map(w2))
     arguments: list[Argument] = [driver.encode(spec) for spec in maps]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]
@@ -90,21 +91,15 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, grid, arguments, tensors))
 
 
-def _gate_up_map(codes: torch.Tensor) -> TensorMapSpec:
-    """w13 (E, 2 I, H) by K, 8 rows, gate or up, units of 16 rows, experts: a copy is 8 rows of gate, then 8 of up."""
+def _code_map(codes: torch.Tensor, *, row_step: int, half_step: int) -> TensorMapSpec:
+    """Weights (E, rows, K) by K, 8 rows, 2 halves, units of 16 rows, experts: a copy is 8 rows, then the other 8. They are
+    ``row_step`` rows apart, and the halves' first ones ``half_step``.
+    """
     experts, rows, row_bytes = codes.shape
-    dims = (row_bytes, _UNIT_OUTPUTS, 2, rows // _UNIT_ROWS, experts)
-    strides = (2 * row_bytes, row_bytes, _UNIT_ROWS * row_bytes, rows * row_bytes)
-    box = (STAGE_K // 2, _UNIT_OUTPUTS, 2, 1, 1)
+    dims = (row_bytes, _UNIT_ROWS // 2, 2, rows // _UNIT_ROWS, experts)
+    strides = tuple(row_bytes * step for step in (row_step, half_step, _UNIT_ROWS, rows))
+    box = (STAGE_K // 2, _UNIT_ROWS // 2, 2, 1, 1)
     return TensorMapSpec(_UINT8, codes.data_ptr(), dims, strides, box, SWIZZLE_128B)
-
-
-def _stripe_map(codes: torch.Tensor) -> TensorMapSpec:
-    """w2 (E, H, I): a copy is 16 rows."""
-    experts, rows, row_bytes = codes.shape
-    strides = (row_bytes, rows * row_bytes)
-    box = (STAGE_K // 2, _UNIT_ROWS, 1)
-    return TensorMapSpec(_UINT8, codes.data_ptr(), (row_bytes, rows, experts), strides, box, SWIZZLE_128B)
 
 
 def _scale_map(weights: BlockScaledTensor) -> TensorMapSpec:

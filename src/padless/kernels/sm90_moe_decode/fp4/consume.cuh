@@ -43,7 +43,7 @@ __device__ __forceinline__ void first_product(Consumer& c) {
         const Range range = first_units(c.shared, p, share);
         for (int unit = range.begin + c.warp; unit < range.end; unit += NUM_CONSUMER_WARPS) {
             const int number = unit / p.units_of_expert(), column = unit % p.units_of_expert() * UNIT_OUTPUTS;
-            const UnitLane lanes(c.lane, 2 * row, 2 * row + 1, ScaleRows(2 * column).word);
+            const UnitLane lanes(c.lane, unit % p.units_of_expert(), 2 * row, 2 * row + 1);
             float2 bias{0.0f, 0.0f};
             if (p.bias13 != nullptr)
                 bias = __ldg(reinterpret_cast<const float2*>(p.bias13) +
@@ -71,7 +71,7 @@ __device__ __forceinline__ void second_product(Consumer& c) {
             const int number = unit % hit, place = unit / hit;
             const int column = (share + place * static_cast<int>(gridDim.x)) * UNIT_ROWS + row;
             const int first = tables.first_row[number], count = tables.first_row[number + 1] - first;
-            const UnitLane lanes(c.lane, row, row + 8, ScaleRows(column - row).word);
+            const UnitLane lanes(c.lane, column / UNIT_ROWS, row, row + 8);
             float bias[2] = {0.0f, 0.0f};
             if (p.bias2 != nullptr) {
                 const float* of_column =

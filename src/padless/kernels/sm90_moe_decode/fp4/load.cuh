@@ -3,25 +3,11 @@
 // says that a stage is empty.
 #pragma once
 
-// The units of the first product of a share. They are fewer where the share has a stripe more of the second product, so that
-// all shares have as many weights to read.
+// The units of the first product of a share. Shares with a stripe more of the second product have no fewer: hidden rows are
+// waited for by all CTAs, so the longest first product counts.
 __device__ __forceinline__ Range first_units(const Tables& shared, const Problem& p, int share) {
-    const int shares = gridDim.x, units = shared.num_hit * p.units_of_expert();
-    const int longer = p.stripes() % shares;  // that have a stripe more
-    const int stripe = shared.num_hit * p.i_stages() / p.h_stages();
-    const int even = units - (shares - longer) * stripe;
-    if (longer == 0 || even < 0) return range_of(units, share, shares);
-    const Range range = range_of(even, share, shares);
-    return {range.begin + stripe * max(share - longer, 0), range.end + stripe * max(share + 1 - longer, 0)};
+    return range_of(shared.num_hit * p.units_of_expert(), share, gridDim.x);
 }
-
-// Where a row's scales are in tiles of 32x4x4: the tile of 128 rows, the half of its 32 rows of 16 bytes, and the word of
-// those bytes.
-struct ScaleRows {
-    int tile, half, word;
-    __device__ __forceinline__ explicit ScaleRows(int first_row)
-        : tile(first_row / 128), half(first_row / 16 % 2), word(first_row / 32 % 4) {}
-};
 
 struct WeightMaps {
     const TensorMap &w13, &w2, &w13_scale, &w2_scale;
@@ -38,37 +24,32 @@ class WeightLoader {
     // Warp: asks for the next stage, into the place of the oldest. All lanes have read what is there.
     __device__ __forceinline__ void load_stage() {
         if (share_ < 0) return;
-        const int slot = warp_ * p_.stages + position_.stage;
-        if (lane_ == 0) {
+        if (elect_one()) {
+            const int slot = warp_ * p_.stages + position_.stage;
             const uint32_t full = shared_address(&shared_.full[warp_][position_.stage]);
-            const uint32_t codes = layout_.codes + slot * CODE_BYTES,
-                           scales = layout_.scales + slot * SCALE_BYTES;
+            const TensorMap& codes = is_second_ ? maps_.w2 : maps_.w13;
+            const TensorMap& scales = is_second_ ? maps_.w2_scale : maps_.w13_scale;
             mbarrier_arrive_expect_tx(full, STAGE_BYTES);
-            const ScaleRows rows(is_second_ ? row_ : row_ * 2);
-            if (is_second_) {
-                tma_load_3d_evict_first(maps_.w2, codes, full, k_ * (STAGE_K / 2), row_, expert_);
-                tma_load_4d(maps_.w2_scale, scales, full, 0, rows.half, k_ * STAGE_BLOCKS,
-                            expert_ * ((p_.h + 127) / 128) + rows.tile);
-            } else {
-                tma_load_5d_evict_first(maps_.w13, codes, full, k_ * (STAGE_K / 2), 0, 0, row_ / UNIT_OUTPUTS,
-                                        expert_);
-                tma_load_4d(maps_.w13_scale, scales, full, 0, rows.half, k_ * STAGE_BLOCKS,
-                            expert_ * ((2 * p_.i + 127) / 128) + rows.tile);
-            }
+            tma_load_5d_evict_first(codes, layout_.codes + slot * CODE_BYTES, full, k_ * (STAGE_K / 2), 0, 0,
+                                    place_, expert_);
+            tma_load_4d(scales, layout_.scales + slot * SCALE_BYTES, full, 0, place_ % 2, k_ * STAGE_BLOCKS,
+                        tile_);
         }
         position_.advance(p_.stages);
-        if (++k_ < (is_second_ ? p_.i_stages() : p_.h_stages())) return;
-        k_ = 0;
+        if (++k_ == k_stages_) next_unit();
+    }
+
+  private:
+    __device__ __forceinline__ void next_unit() {
         unit_ += NUM_CONSUMER_WARPS;
-        if (unit_ < end_)
+        if (unit_ < end_) {
             aim();
-        else {
+        } else {
             ++number_;
             find_unit();
         }
     }
 
-  private:
     // The first unit of share `number_` or a later one, of this product or the next.
     __device__ __forceinline__ void find_unit() {
         for (;; ++number_) {
@@ -88,14 +69,18 @@ class WeightLoader {
         aim();
     }
 
+    // All lanes know the same; the shuffles tell the compiler.
     __device__ __forceinline__ void aim() {
-        if (is_second_) {
-            expert_ = shared_.experts[unit_ % shared_.num_hit];
-            row_ = (share_ + unit_ / shared_.num_hit * static_cast<int>(gridDim.x)) * UNIT_ROWS;
-        } else {
-            expert_ = shared_.experts[unit_ / p_.units_of_expert()];
-            row_ = unit_ % p_.units_of_expert() * UNIT_OUTPUTS;
-        }
+        const int of_one = is_second_ ? shared_.num_hit : p_.units_of_expert();
+        const int quotient = unit_ / of_one, rest = unit_ - quotient * of_one;
+        const int number = is_second_ ? rest : quotient;
+        const int place = is_second_ ? share_ + quotient * static_cast<int>(gridDim.x) : rest;
+        const int rows = is_second_ ? p_.h : 2 * p_.i;
+        expert_ = __shfl_sync(0xffffffff, shared_.experts[number], 0);
+        place_ = __shfl_sync(0xffffffff, place, 0);
+        tile_ = expert_ * ((rows + 127) / 128) + place_ / 8;
+        k_ = 0;
+        k_stages_ = is_second_ ? p_.i_stages() : p_.h_stages();
     }
 
     SharedStorage& shared_;
@@ -104,7 +89,9 @@ class WeightLoader {
     const WeightMaps& maps_;
     const int warp_, lane_;
     bool is_second_ = false;
-    int number_ = 0, share_ = NO_SHARE, unit_ = 0, end_ = 0, k_ = 0;
-    int expert_ = 0, row_ = 0;  // the first activated column, or the first column of the result
+    int number_ = 0, share_ = NO_SHARE, unit_ = 0, end_ = 0;
+    int expert_ = 0, place_ = 0;  // of w13's or w2's rows in sixteens
+    int tile_ = 0;                // of scales: 128 rows
+    int k_ = 0, k_stages_ = 0;
     RingPosition position_;
 };
