@@ -40,7 +40,7 @@ def _tests(folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _checks(folder: Path) -> Iterator[tuple[str, ...]]:
-    for kind, what in (("verify", "`padless verify` on a GPU"), ("ranks", "`padless verify --ranks 2`, on several GPUs")):
+    for kind, what in (("verify", "`padless verify`"), ("ranks", "`padless verify --ranks 2`, on several GPUs")):
         if (path := newest(folder, f"{kind}.json")) is not None:
             record = json.loads(path.read_text())
             passed = sum(check["passed"] for check in record["checks"])
