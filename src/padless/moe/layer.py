@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from padless.arguments import check_integer, check_readable, check_tensor_type, is_one_of, refuse_kinds, shown
-from padless.compat.cudnn.calls import grouped_gemm_quant
+from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import (
     FORMAT_BY_NAME,
     FP8_BLOCK,
@@ -36,6 +36,7 @@ from padless.moe.router import Router, TopK, topk
 from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import INPUT_DTYPES, quantize
 from padless.runtime.choices import ActivationKind, BackendName, GateUp
 
@@ -51,6 +52,8 @@ ACTIVATIONS: dict[BlockScaledFormat, BlockScaledFormat] = {
     NVFP4: NVFP4,
 }
 BF16 = "BF16"
+# A product with a bias.
+BIAS = Epilogue(bias=True, d_dtype=torch.bfloat16)
 
 
 def moe(
@@ -273,15 +276,10 @@ class Projection:
         """a @ weights of its expert, plus bias, rounded once to bfloat16; (M, N)."""
         if self.bias is None:
             return grouped_gemm(a, self.weights, offs, backend=self.backend)
-        d: torch.Tensor = grouped_gemm_quant(
-            a_tensor=a,
-            b_tensor=self.weights,
-            padded_offsets=offs,
-            bias_tensor=self.bias,
-            return_amax=False,
-            backend=self.backend,
-        )["d_tensor"]
-        return d
+        tensors = EpilogueTensors(bias=self.bias.to(torch.float32).contiguous())
+        found = grouped_gemm_epilogue(a, self.weights, offs, BIAS, tensors, backend=self.backend)
+        assert found.d is not None
+        return found.d
 
     def activated(
         self,

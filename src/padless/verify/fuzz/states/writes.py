@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from padless.runtime.devices import on_device_of
 from padless.verify.fuzz.states.layers import Layer, core_of
 from padless.verify.fuzz.states.sequence import Operation, table
 
@@ -184,8 +185,8 @@ def storage_freed(layer: Layer, r: random.Random) -> None:
     """As FSDP does it: memory given back between steps, and filled anew."""
     parameter = layer.parameter(r)
     storage, values = parameter.untyped_storage(), layer.values(parameter.detach(), r)
-    if not storage.resizable():
-        return
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+        return  # torch ends the process that resizes what was once shared with others
     size = storage.size()
     storage.resize_(0)
     if r.random() < 0.5:
@@ -205,7 +206,9 @@ def numpy_write(layer: Layer, r: random.Random) -> None:
 
 def dlpack_write(layer: Layer, r: random.Random) -> None:
     """By another tensor of the memory, as a library that takes DLPack has it."""
-    torch.from_dlpack(layer.parameter(r).detach()).mul_(-1)
+    values = layer.parameter(r).detach()
+    with on_device_of(values):  # torch exports what is on the current GPU alone
+        torch.from_dlpack(values).mul_(-1)
     layer.uncounted()
 
 
