@@ -198,10 +198,17 @@ def storage_freed(layer: Layer, r: random.Random) -> None:
 
 def numpy_write(layer: Layer, r: random.Random) -> None:
     """By NumPy, which shares the memory."""
-    parameter = layer.parameter(r).detach()
-    bits = parameter.view(torch.int16 if parameter.element_size() == 2 else torch.int32).numpy()
-    np.bitwise_xor(bits, np.array(1 << (8 * parameter.element_size() - 1)).astype(bits.dtype), out=bits)  # signs
+    _flip_signs(_as_integers(layer.parameter(r)))
     layer.uncounted()
+
+
+def _as_integers(parameter: torch.Tensor) -> Any:
+    """A parameter's memory in NumPy."""
+    return parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32).numpy()
+
+
+def _flip_signs(bits: Any) -> None:
+    np.bitwise_xor(bits, np.array(1 << (8 * bits.itemsize - 1)).astype(bits.dtype), out=bits)
 
 
 def dlpack_write(layer: Layer, r: random.Random) -> None:
@@ -297,16 +304,16 @@ def swapped_tensors(layer: Layer, r: random.Random) -> None:
 def other_process(layer: Layer, r: random.Random) -> None:
     """A process that shares the memory writes it."""
     layer.module.share_memory()
-    array = layer.parameter(r).detach().view(torch.uint8).numpy() if layer.is_plain else None
-    if array is None:
+    if not layer.is_plain:
         return
+    bits = _as_integers(layer.parameter(r))
     layer.uncounted()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking with threads around: the child runs no torch
         child = os.fork()
     if child == 0:
         try:
-            array[..., -1] ^= 0x80  # signs of every last number
+            _flip_signs(bits)
         finally:
             os._exit(0)
     os.waitpid(child, 0)
