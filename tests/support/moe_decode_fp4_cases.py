@@ -56,7 +56,7 @@ def draw_fp4_weights(
     return Fp4Weights(w13, w2, bias13, bias2)
 
 
-def call(weights: Fp4Weights, tokens: Tokens, activation: Activation, **more: Any) -> torch.Tensor:
+def call(weights: Fp4Weights, tokens: Tokens, activation: Activation, /, **more: Any) -> torch.Tensor:
     options: dict[str, Any] = {
         "gate_up": activation.gate_up,
         "alpha": activation.alpha,

@@ -18,8 +18,7 @@ from padless.runtime.devices import chosen_backend, device_of
 # Where one launch is faster than several, as measured on an H200: up to so many tokens whose hidden rows have at most so
 # many values, and rows of x so many columns; a token alone always.
 MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 3 << 14, 4096
-# With FP4 weights: up to so many tokens, as predicted.
-MOST_FP4_TOKENS = 4
+MOST_FP4_TOKENS = 1  # with FP4 weights
 
 SPIN_LIMIT = 0  # turns of a wait for other CTAs after which a launch traps instead of hanging; 0 is none
 
@@ -47,14 +46,15 @@ def moe_in_one_launch(
     shared: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: BackendName | None,
+    only_if_faster: bool = True,
 ) -> torch.Tensor | None:
     """`padless.moe.moe` of checked arguments with at least one token; None where its several launches are to compute it.
 
-    On Hopper, where `is_faster`, it takes FP8_BLOCK weights and activations and plain SwiGLU of concatenated or
-    interleaved gate and up, no bias; and MXFP4 weights with blocked scales, bfloat16 activations (``format`` None) and
-    any SwiGLU of alternating gate and up, with float32 biases or without.
+    On Hopper, where `is_faster` unless ``only_if_faster`` is False, it takes FP8_BLOCK weights and activations and plain
+    SwiGLU of concatenated or interleaved gate and up, no bias; and MXFP4 weights with blocked scales, bfloat16
+    activations (``format`` None) and any SwiGLU of alternating gate and up, with float32 biases or without.
     """
-    if top_k_index.shape[0] > max(MOST_TOKENS, MOST_FP4_TOKENS) or host.is_full(x.device):
+    if (only_if_faster and top_k_index.shape[0] > max(MOST_TOKENS, MOST_FP4_TOKENS)) or host.is_full(x.device):
         return None
     backend = chosen_backend(backend, x)
     is_fp4 = format is None
@@ -84,7 +84,7 @@ def moe_in_one_launch(
         if is_fp4
         else host.shape_of(top_k_index, w2)
     )
-    if not shape.fits or not is_faster(shape):
+    if not shape.fits or (only_if_faster and not is_faster(shape)):
         return None
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     scratch = host.scratch_for(out.device, out.data_ptr(), shape)

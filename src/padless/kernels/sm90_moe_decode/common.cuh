@@ -113,8 +113,8 @@ __device__ __forceinline__ void announce_share(Tables& shared, int index, int sh
 
 // One output: the k slots of a token in their order, `shared_value` last, rounded once. `results`: address of the column's
 // result of row 0, bf16; rows are UNIT_ROWS values apart.
-__device__ __forceinline__ float sum_of_slots(const Tables& shared, const Layer& p, uint32_t results, int token,
-                                              float shared_value) {
+__device__ __forceinline__ float sum_of_slots(const Tables& shared, const Layer& p, uint32_t results,
+                                              int token, float shared_value) {
     float total = 0.0f;
     for (int j = 0; j < p.top_k; ++j) {
         const int slot = token * p.top_k + j, row = shared.row_of_slot[slot];

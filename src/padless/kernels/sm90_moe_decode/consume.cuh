@@ -143,7 +143,8 @@ __device__ __forceinline__ void second_product(SharedStorage& shared, const Prob
             }
             bar_sync(CODES_BARRIER, NUM_CONSUMERS);
             if (token < p.tokens) {
-                const float sum = sum_of_slots(shared, p, layout.result(p, parity, 0, column), token, shared_value);
+                const float sum =
+                    sum_of_slots(shared, p, layout.result(p, parity, 0, column), token, shared_value);
                 p.out[at] = static_cast<uint16_t>(cvt_bf16x2(sum, 0.0f));
             }
             parity ^= 1;

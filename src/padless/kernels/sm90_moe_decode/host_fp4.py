@@ -23,7 +23,8 @@ _UINT8 = 0  # CUtensorMapDataType
 
 def shape_of(ids: torch.Tensor, w2: BlockScaledTensor, num_sms: int) -> Fp4LayerShape:
     """The sizes of a layer, of ids (T, k) and w2 (E, H, I), on a device of so many multiprocessors."""
-    return Fp4LayerShape(*ids.shape, *w2.logical_shape, min(num_sms, MOST_SHARES))
+    (tokens, top_k), (experts, h, i) = ids.shape, w2.logical_shape
+    return Fp4LayerShape(tokens, top_k, experts, h, i, min(num_sms, MOST_SHARES))
 
 
 def takes(

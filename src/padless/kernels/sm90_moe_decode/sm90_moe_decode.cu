@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{{x, shared_rows, ids, weights, out, control, tokens, top_k, experts, h, i, run,
                            ids_bytes, weights_type, stages, room},
-                          w13_scale, w2_scale};
+                          w13_scale,
+                          w2_scale};
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
     if (warp == SHARE_WARP) {

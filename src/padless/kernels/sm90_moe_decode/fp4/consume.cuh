@@ -24,13 +24,14 @@ __device__ __forceinline__ void store_hidden(const Consumer& c, const float (&v)
     const float given = upper ? v[0] : v[1], kept = upper ? v[1] : v[0];
     const float taken = __shfl_xor_sync(0xffffffff, given, 4);
     const uint32_t pair = upper ? cvt_bf16x2(taken, kept) : cvt_bf16x2(kept, taken);
-    const int row = row_of_token(c.shared.tokens_of[number], c.shared.first_row[number], lane % 4 * 2 + upper);
+    const int row =
+        row_of_token(c.shared.tokens_of[number], c.shared.first_row[number], lane % 4 * 2 + upper);
     const Octet octet(column / 8);
     const int rows = c.shared.first_row[c.shared.num_hit];
     if (row >= 0)
-        st_relaxed_gpu(c.p.hidden(c.shared.launches) +
-                           ((octet.step * rows + row) * 4 + octet.quad) * 4 + lane / 8,
-                       ~pair);
+        st_relaxed_gpu(
+            c.p.hidden(c.shared.launches) + ((octet.step * rows + row) * 4 + octet.quad) * 4 + lane / 8,
+            ~pair);
 }
 
 __device__ __forceinline__ void first_product(Consumer& c) {
@@ -41,8 +42,7 @@ __device__ __forceinline__ void first_product(Consumer& c) {
         if (share < 0) return;
         const Range range = first_units(c.shared, p, share);
         for (int unit = range.begin + c.warp; unit < range.end; unit += NUM_CONSUMER_WARPS) {
-            const int number = unit / p.units_of_expert(),
-                      column = unit % p.units_of_expert() * UNIT_OUTPUTS;
+            const int number = unit / p.units_of_expert(), column = unit % p.units_of_expert() * UNIT_OUTPUTS;
             const UnitLane lanes(c.lane, 2 * row, 2 * row + 1, ScaleRows(2 * column).word);
             float2 bias{0.0f, 0.0f};
             if (p.bias13 != nullptr)
@@ -74,7 +74,8 @@ __device__ __forceinline__ void second_product(Consumer& c) {
             const UnitLane lanes(c.lane, row, row + 8, ScaleRows(column - row).word);
             float bias[2] = {0.0f, 0.0f};
             if (p.bias2 != nullptr) {
-                const float* of_column = p.bias2 + static_cast<long long>(tables.experts[number]) * p.h + column;
+                const float* of_column =
+                    p.bias2 + static_cast<long long>(tables.experts[number]) * p.h + column;
                 bias[0] = __ldg(of_column);
                 bias[1] = __ldg(of_column + 8);
             }
@@ -96,8 +97,7 @@ __device__ __forceinline__ void second_product(Consumer& c) {
         for (int index = c.warp * 32 + c.lane; index < outputs; index += NUM_CONSUMERS) {
             const int column = index % UNIT_ROWS, token = index / UNIT_ROWS % p.tokens,
                       place = index / UNIT_ROWS / p.tokens;
-            const int at =
-                token * p.h + (share + place * static_cast<int>(gridDim.x)) * UNIT_ROWS + column;
+            const int at = token * p.h + (share + place * static_cast<int>(gridDim.x)) * UNIT_ROWS + column;
             const float of_all = p.shared == nullptr ? 0.0f : cvt_f32_bf16(p.shared[at]);
             const float sum = sum_of_slots(tables, p, c.layout.result(place, rows, 0, column), token, of_all);
             p.out[at] = static_cast<uint16_t>(cvt_bf16x2(sum, 0.0f));

@@ -28,7 +28,7 @@ struct WeightMaps {
 };
 
 class WeightLoader {
-   public:
+  public:
     __device__ __forceinline__ WeightLoader(SharedStorage& shared, const Problem& p, const Layout& layout,
                                             const WeightMaps& maps, int warp, int lane)
         : shared_(shared), p_(p), layout_(layout), maps_(maps), warp_(warp), lane_(lane) {
@@ -68,7 +68,7 @@ class WeightLoader {
         }
     }
 
-   private:
+  private:
     // The first unit of share `number_` or a later one, of this product or the next.
     __device__ __forceinline__ void find_unit() {
         for (;; ++number_) {

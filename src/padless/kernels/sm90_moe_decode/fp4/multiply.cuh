@@ -18,61 +18,78 @@ struct UnitLane {
     }
 };
 
+// A lane's part of a stage.
+struct StageOfLane {
+    uint32_t words[STAGE_BLOCKS][2][4];  // of a K block, either row: octets
+    uint32_t bytes[STAGE_BLOCKS][2];     // scales
+};
+
+// d += a stage times eight rows. HAS_LARGE: some scale of the warp has a second factor (dequantize.cuh), as hardly ever: a
+// function apart, since a branch at every word costs more than the rest.
+template <bool HAS_LARGE>
+__device__ __forceinline__ void multiply_stage(float (&d)[4], const StageOfLane& stage, uint32_t rows,
+                                               uint32_t step_bytes) {
+#pragma unroll
+    for (int b = 0; b < STAGE_BLOCKS; ++b) {
+        SectionScales<FORMAT_MXFP4, false> factors[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) factors[h].set(stage.bytes[b][h]);
+#pragma unroll
+        for (int octet = 0; octet < 4; ++octet) {
+            uint32_t a[2][4], x[4];
+            ld_shared_v4_u32(rows + (b * 4 + octet) * step_bytes, x[0], x[1], x[2], x[3]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const uint32_t from[1] = {stage.words[b][h][octet]};
+                uint32_t to[4];
+                expand_octet<FORMAT_MXFP4, false, false>(to, from);
+                factors[h].apply(to, octet);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    if (HAS_LARGE) to[i] = mul_bf16x2(to[i], mxfp4_second_factor(stage.bytes[b][h]));
+                    a[i / 2][i % 2 * 2 + h] = to[i];
+                }
+            }
+            mma_m16n8k16_bf16(d, a[0], x[0], x[1]);
+            mma_m16n8k16_bf16(d, a[1], x[2], x[3]);
+        }
+    }
+}
+
 // d = the unit whose stages come next, times eight rows. `rows`: address of what the lane reads at step 0; steps are
 // `step_bytes` apart. `scale_columns`: K / 32; scales past them may be anything and count as 0.
 __device__ __forceinline__ void multiply(float (&d)[4], SharedStorage& shared, const Problem& p,
                                          const Layout& layout, WeightLoader& loader, const UnitLane& unit,
                                          int k_stages, int scale_columns, uint32_t rows, uint32_t step_bytes,
                                          int warp, int lane, RingPosition& position) {
-    using Scales = SectionScales<FORMAT_MXFP4, false>;
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] = 0.0f;
     for (int ks = 0; ks < k_stages; ++ks) {
         const int slot = warp * p.stages + position.stage;
         const uint32_t codes = layout.codes + slot * CODE_BYTES, scales = layout.scales + slot * SCALE_BYTES;
         mbarrier_wait(shared_address(&shared.full[warp][position.stage]), position.phase);
-        uint32_t words[STAGE_BLOCKS][2][4], bytes[STAGE_BLOCKS][2], any = 0;
+        StageOfLane stage;
+        uint32_t any = 0;
 #pragma unroll
         for (int b = 0; b < STAGE_BLOCKS; ++b) {
             const bool counts = (ks * STAGE_BLOCKS + b) * 4 + lane % 4 < scale_columns;
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                uint32_t (&w)[4] = words[b][h];
+                uint32_t (&w)[4] = stage.words[b][h];
                 ld_shared_v4_u32(codes + unit.codes[b] + h * 1024, w[0], w[1], w[2], w[3]);
                 const uint32_t byte = ld_shared_u8(scales + b * (UNIT_ROWS * 16) + unit.scales[h]);
-                bytes[b][h] = counts ? byte : 0;
-                any |= bytes[b][h];
+                stage.bytes[b][h] = counts ? byte : 0;
+                any |= stage.bytes[b][h];
             }
         }
         position.advance(p.stages);
-        const bool is_large = __any_sync(0xffffffff, mxfp4_is_large(any));
+        const bool has_large = __any_sync(0xffffffff, mxfp4_is_large(any));
         __syncwarp();  // all lanes have read the stage
         loader.load_stage();
-#pragma unroll
-        for (int b = 0; b < STAGE_BLOCKS; ++b) {
-            Scales factors[2];
-            factors[0].set(bytes[b][0]);
-            factors[1].set(bytes[b][1]);
-#pragma unroll
-            for (int octet = 0; octet < 4; ++octet) {
-                uint32_t a[2][4], x[4];
-                ld_shared_v4_u32(rows, x[0], x[1], x[2], x[3]);
-                rows += step_bytes;
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const uint32_t from[1] = {words[b][h][octet]};
-                    uint32_t to[4];
-                    expand_octet<FORMAT_MXFP4, false, false>(to, from);
-                    factors[h].apply(to, octet);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        if (is_large) to[i] = mul_bf16x2(to[i], mxfp4_second_factor(bytes[b][h]));
-                        a[i / 2][i % 2 * 2 + h] = to[i];
-                    }
-                }
-                mma_m16n8k16_bf16(d, a[0], x[0], x[1]);
-                mma_m16n8k16_bf16(d, a[1], x[2], x[3]);
-            }
-        }
+        if (has_large)
+            multiply_stage<true>(d, stage, rows, step_bytes);
+        else
+            multiply_stage<false>(d, stage, rows, step_bytes);
+        rows += STEPS_OF_STAGE * step_bytes;
     }
 }

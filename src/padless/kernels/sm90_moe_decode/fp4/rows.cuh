@@ -39,8 +39,8 @@ __device__ __forceinline__ void fill_x(const Problem& p, const Layout& layout, i
 }
 
 // Words that are 0 have not been written: they are read again.
-__device__ __forceinline__ void fill_hidden(const SharedStorage& shared, const Problem& p, const Layout& layout,
-                                            int thread) {
+__device__ __forceinline__ void fill_hidden(const SharedStorage& shared, const Problem& p,
+                                            const Layout& layout, int thread) {
     const uint32_t* hidden = p.hidden(shared.launches);
     const int rows = shared.first_row[shared.num_hit];
     const int octets = p.i / 8, all = rows * p.i_stages() * (STAGE_K / 8);

@@ -34,7 +34,9 @@ struct Problem : Layer {
     __device__ __forceinline__ int h_stages() const { return (h + STAGE_K - 1) / STAGE_K; }
     __device__ __forceinline__ int i_stages() const { return (i + STAGE_K - 1) / STAGE_K; }
     // In scratch: pairs of bf16, K padded to whole blocks.
-    __device__ __forceinline__ int words_of_row() const { return (i + BLOCK_K - 1) / BLOCK_K * (BLOCK_K / 2); }
+    __device__ __forceinline__ int words_of_row() const {
+        return (i + BLOCK_K - 1) / BLOCK_K * (BLOCK_K / 2);
+    }
     __device__ __forceinline__ int stripes_of(int share) const {
         return share < stripes() ? (stripes() - share - 1) / static_cast<int>(gridDim.x) + 1 : 0;
     }
