@@ -134,9 +134,9 @@ def moe(
     inputs = (x, top_k_index, top_k_weights, shared)
     constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
     facts = None
-    if ep is None and (backend is None or (isinstance(backend, str) and backend == "cuda")):
+    if ep is None and is_one_of(backend, (None, "cuda")):
         facts = replay.facts_of(("moe", *options), inputs, constants)
-        if (again := replay.known(facts)) is not None:
+        if facts is not None and (again := replay.known(facts)) is not None:
             if (out := again(*inputs)) is not None:
                 return out
             replay.forget(facts)
@@ -234,14 +234,13 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
-    if first.backend is second.backend:
-        out = moe_in_one_launch(
-            x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
-            has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
-            backend=first.backend,
-        )  # fmt: skip
-        if out is not None:
-            return out
+    out = moe_in_one_launch(
+        x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
+        has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
+        backend=first.backend,
+    )  # fmt: skip
+    if out is not None:
+        return out
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
