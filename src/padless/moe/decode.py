@@ -10,6 +10,7 @@ from padless.kernels.remembered import Prepared, facts_of, launch_remembered
 from padless.kernels.sm90_moe_decode import host
 from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.moe.activation import Activation
+from padless.runtime.architecture import HOPPER
 from padless.runtime.choices import BackendName
 from padless.runtime.devices import chosen_backend, device_of
 
@@ -61,7 +62,7 @@ def moe_in_one_launch(
     ):
         return None
     driver = device_of(backend, x)
-    if driver.arch != "sm_90a":
+    if driver.arch != HOPPER.name:
         return None
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     scratch = host.scratch_for(out.device, out.data_ptr(), shape)
