@@ -12,6 +12,7 @@ from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.moe.activation import Activation
 from padless.moe.fused import gate_rule_of
+from padless.runtime.architecture import HOPPER
 from padless.runtime.choices import BackendName
 from padless.runtime.devices import chosen_backend, device_of
 
@@ -77,7 +78,7 @@ def moe_in_one_launch(
     ):
         return None
     driver = device_of(backend, x)
-    if driver.arch != "sm_90a":
+    if driver.arch != HOPPER.name:
         return None
     shape: LayerShape | Fp4LayerShape = (
         host_fp4.shape_of(top_k_index, w2, driver.num_sms(x.device.index or 0))

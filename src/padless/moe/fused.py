@@ -14,7 +14,9 @@ from padless.moe.activation import Activation
 from padless.ops.checks import check_operands, data_of
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
 from padless.row_groups import is_traced
+from padless.runtime.architecture import BLACKWELL
 from padless.runtime.choices import BackendName
+from padless.runtime.devices import kernels_for
 
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
 
@@ -32,24 +34,13 @@ def fuses(
     if activation.kind != "swiglu":
         return False
     n = weights.data.shape[1]
-    on_blackwell, is_fp4 = _on_blackwell(weights.device, backend), weights.format in (MXFP4, NVFP4)
+    is_fp4, on_blackwell = weights.format in (MXFP4, NVFP4), kernels_for(weights.device, backend) == BLACKWELL.name
     if is_fp4 and format == FP8_BLOCK and not on_blackwell:
         return False
     if activation.gate_up == "alternating":
         return is_fp4 and format != FP8_BLOCK and n % 64 == 0 and not on_blackwell
     apart = activation.gate_up == "concatenated"
     return n % 128 == 0 and not (apart and weights.scale_layout != "plain")
-
-
-def _on_blackwell(device: torch.device, backend: str | None) -> bool:
-    if device.type == "cuda":
-        return _capability(device.index or 0) >= (10, 0)
-    return backend is not None and backend.endswith("sm_100a")
-
-
-@lru_cache(maxsize=16)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 def gate_rule_of(activation: Activation) -> GateRule | None:

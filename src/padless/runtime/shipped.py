@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "padless_cubins"
-# A family's machine code runs on each of its members: what to look for after the architecture itself.
-FAMILIES = {"sm_100a": "sm_100f", "sm_103a": "sm_100f"}
 
 
 @dataclass(frozen=True)

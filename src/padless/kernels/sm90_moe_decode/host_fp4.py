@@ -92,8 +92,8 @@ def prepare(
 
 
 def _code_map(codes: torch.Tensor, *, row_step: int, half_step: int) -> TensorMapSpec:
-    """Weights (E, rows, K) by K, 8 rows, 2 halves, units of 16 rows, experts: a copy is 8 rows, then the other 8. They are
-    ``row_step`` rows apart, and the halves' first ones ``half_step``.
+    """Weights (E, rows, K) by K, 8 rows, 2 halves, units of 16 rows, experts: a copy is 8 rows, then the other 8. They
+    are ``row_step`` rows apart, and the halves' first ones ``half_step``.
     """
     experts, rows, row_bytes = codes.shape
     dims = (row_bytes, _UNIT_ROWS // 2, 2, rows // _UNIT_ROWS, experts)

@@ -44,7 +44,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/halves.cuh"
 #include "device/pipeline.cuh"
 #define GATE_IN_BF16 1  // as `padless.moe` activates everywhere
-#include "device/quant_rules.cuh"
+#include "device/activation.cuh"
 #include "device/sm90/descriptors.cuh"
 #include "sm90_bf16/dequantize.cuh"
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ void first_product(Consumer& c) {
                      c.rows_from(0, p.tokens), p.tokens * 64, c.warp, c.lane, c.position);
             float gate[2] = {__fadd_rn(d[0], bias.x), __fadd_rn(d[1], bias.x)};
             const float up[2] = {__fadd_rn(d[2], bias.y), __fadd_rn(d[3], bias.y)};
-            swiglu(gate, up);
+            activate(gate, up);
             store_hidden(c, gate, number, column);
         }
     }
