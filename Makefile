@@ -61,6 +61,7 @@ cubins: $(DEV)
 	@rm -rf build/cubins
 	@$(BIN)/python tools/build_cubins.py build/cubins $(CUBINS)
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist build/cubins
+	@$(BIN)/python -m twine check --strict dist/padless_cubins-*.whl
 
 # What padless brings with it, by version and licence; TAG: what a release of this version must be called.
 sbom: $(DEV)

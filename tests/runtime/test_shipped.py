@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 import warnings
@@ -144,6 +145,8 @@ def test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found(
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("padless_cubins-*.whl")
     zipfile.ZipFile(wheel).extractall(out)
+    if importlib.util.find_spec("twine"):
+        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel)], check=True)
     process.syspath_prepend(str(out))
     process.setenv("PADLESS_CACHE_DIR", str(tmp_path / "empty"))
     forget(process)
