@@ -35,7 +35,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     assert torch.equal(both[0][0], b[0])
     return {
         "grouped_gemm": (*a, *b, OFFS, torch.bfloat16, True),
-        "grouped_gemm_swiglu": (*a, *wide, OFFS, "concatenated"),
+        "grouped_gemm_swiglu": (*a, *wide, OFFS, "concatenated", normal(M)),
         "bf16_grouped_gemm": (plain, w, OFFS, False, True),
         "grouped_gemm_wgrad": (*wgrad, torch.bfloat16),
         "grouped_gemm_wgrad_": (torch.zeros(3, N, K), *wgrad, True),

@@ -4,6 +4,7 @@ from padless.nn.experts import Experts, MoE
 from padless.nn.graphs import graphed
 from padless.nn.linear import GroupedLinear
 from padless.nn.recipe import RECIPES, Recipe
+from padless.nn.rows_function import experts_of_rows
 from padless.nn.weight_gradient import DelayedWgrad
 
-__all__ = ["RECIPES", "DelayedWgrad", "Experts", "GroupedLinear", "MoE", "Recipe", "graphed"]
+__all__ = ["RECIPES", "DelayedWgrad", "Experts", "GroupedLinear", "MoE", "Recipe", "experts_of_rows", "graphed"]

@@ -70,7 +70,7 @@ def scaled_product(
 
 
 def _grouped_gemm_swiglu_fake(
-    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, gate_up: str
+    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, gate_up: str, row_weights: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     m, hidden = a.shape[0], b.shape[1] // 2
     return a.new_empty((m, hidden)), empty_mn_major(m, -(-hidden // 128), a.device)
@@ -78,18 +78,25 @@ def _grouped_gemm_swiglu_fake(
 
 @operator(
     "grouped_gemm_swiglu",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, str gate_up) -> (Tensor, Tensor)",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, str gate_up, Tensor? row_weights=None) "
+    "-> (Tensor, Tensor)",
     _grouped_gemm_swiglu_fake,
 )
 def _grouped_gemm_swiglu(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, gate_up: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return bytes_of(fp8_swiglu(_fp8(a, a_scale), _fp8(b, b_scale), offs, gate_up))
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, gate_up: str,
+    row_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return bytes_of(fp8_swiglu(_fp8(a, a_scale), _fp8(b, b_scale), offs, gate_up, row_weights))
 
 
-def fp8_swiglu(a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, gate_up: str) -> BlockScaledTensor:
-    """silu(gate) * up of the product, quantized in its epilogue; (M, N / 2)."""
-    found = swiglu(a, b, offs, gate_up=gate_up, bias=None, format=FP8_BLOCK, global_scale=None, backend=None)
+def fp8_swiglu(
+    a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, gate_up: str, row_weights: torch.Tensor | None
+) -> BlockScaledTensor:
+    """silu(gate) * up of the product, times row_weights (M,) if given, quantized in its epilogue; (M, N / 2)."""
+    found = swiglu(
+        a, b, offs, gate_up=gate_up, bias=None, format=FP8_BLOCK, global_scale=None, backend=None,
+        row_weights=row_weights,
+    )  # fmt: skip
     assert isinstance(found, BlockScaledTensor)
     return found
 

@@ -42,19 +42,27 @@ def product(a: Rows, w: Rows, offs: torch.Tensor, *, transposed: bool, zero_tail
     return operators.scaled_product(a, w, offs, torch.bfloat16, zero_tail)
 
 
-def swiglu_product(a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str) -> BlockScaledTensor:
-    """silu(gate) * up of a @ w[g].T, quantized in the product's epilogue: FP8_BLOCK (M, I)."""
+def swiglu_product(
+    a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str, row_weights: torch.Tensor | None
+) -> BlockScaledTensor:
+    """silu(gate) * up of a @ w[g].T, times row_weights (M,) if given, quantized in the epilogue: FP8_BLOCK (M, I)."""
     if is_traced(a.data):
-        codes, scale = torch.ops.padless.grouped_gemm_swiglu(*bytes_of(a), *bytes_of(w), offs, gate_up)
+        codes, scale = torch.ops.padless.grouped_gemm_swiglu(*bytes_of(a), *bytes_of(w), offs, gate_up, row_weights)
         return BlockScaledTensor(codes.view(operators.E4M3), scale, a.format)
-    return operators.fp8_swiglu(a, w, offs, gate_up)
+    return operators.fp8_swiglu(a, w, offs, gate_up, row_weights)
 
 
 def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """dy[rows of g].T @ x[rows of g], (G, N, K): `padless.grouped_gemm_wgrad`, or its like of plain rows."""
+    """dy[rows of g].T @ x[rows of g], (G, N, K): `padless.grouped_gemm_wgrad`, or its like of plain rows.
+
+    For a weight (G, K, N) the two change places. Scales that features share belong to the kernel's second operand
+    alone: with them as the first the product is computed transposed, and copied.
+    """
     if isinstance(dy, torch.Tensor):
         return _tensor(call("bf16_grouped_gemm_wgrad", dy, x, offs, out_dtype))
     assert isinstance(x, GroupedColumns)
+    if _features_share_scales(dy):
+        return wgrad(x, dy, offs, out_dtype).mT.contiguous()
     if is_traced(dy.data):
         return _tensor(torch.ops.padless.grouped_gemm_wgrad(*columns_of(dy), *columns_of(x), offs, out_dtype))
     # Launches are remembered for outputs that are given.
@@ -68,7 +76,14 @@ def wgrad_into(out: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor, *
         call("bf16_grouped_gemm_wgrad_", out, dy, x, offs, accumulate)
         return
     assert isinstance(x, GroupedColumns)
-    if is_traced(out):
+    if _features_share_scales(dy):
+        found = wgrad(x, dy, offs, torch.float32 if accumulate else out.dtype).mT
+        _ = out.add_(found) if accumulate else out.copy_(found)
+    elif is_traced(out):
         torch.ops.padless.grouped_gemm_wgrad_(out, *columns_of(dy), *columns_of(x), offs, accumulate)
     else:
         grouped_gemm_wgrad(dy, x, out=out, accumulate=accumulate)
+
+
+def _features_share_scales(t: GroupedColumns) -> bool:
+    return t.block[0] != 1
