@@ -68,6 +68,12 @@ def check_gradient_format(gradient_fmt: object, fmt: object) -> None:
     )
 
 
+def check_sums(sums: object) -> None:
+    """Raises ValueError."""
+    if sums not in ("ranks", "slots"):
+        raise ValueError(f"sums is {sums!r}; allowed: 'ranks', 'slots'")
+
+
 def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:
     """The device that tensors must be on. Raises ValueError."""
     if device is None:

@@ -142,10 +142,7 @@ class Experts(QuantizedModule):
         backward = has_backward(x, top_k_weights, w13, w2)
         operands = self._operands("w13", parameter13, w13, backward), self._operands("w2", parameter2, w2, backward)
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
-        if self.ep is None:
-            return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
-        out = apply_experts(x, top_k_index, top_k_weights, w13, w2, None, plan, *operands)
-        return out if shared is None else (out.to(torch.float32) + shared.to(torch.float32)).to(out.dtype)
+        return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
 
     def codes(self) -> ExpertCodes:
         """The codes that the next forward pass multiplies with, bit for bit, for who samples from this layer.

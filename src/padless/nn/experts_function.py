@@ -23,7 +23,7 @@ import torch
 
 from padless.arguments import check_tensor_type, check_type, is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
-from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
+from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed
 from padless.epilogue import INTERLEAVE
 from padless.formats import NVFP4, BlockScaledTensor
 from padless.gradients import once_differentiable
@@ -218,7 +218,7 @@ class _Experts(torch.autograd.Function):
         elif ep is None or where is None:
             out = call("combine", y, inverse, top_k_weights, shared, dtypes[0])
         else:
-            out = ep.combine(y.to(dtypes[0]), where, weighted=True)
+            out = summed(ep, y.to(dtypes[0]), where, shared, dtypes[0])
 
         ctx.plan = plan
         ctx.dtypes = dtypes
