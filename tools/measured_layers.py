@@ -111,7 +111,8 @@ def ep_section(found: Measured) -> list[str]:
     text = paragraph(
         f"**Experts on several GPUs** ({found.link}; {found.medians}; the slowest rank's time): bf16 tokens to "
         "quantized rows sorted by expert, products' rows back to tokens, and the whole layer, against NCCL's "
-        "all_to_all with the passes around it, torchtitan's MinimalAsyncEP and DeepEP's first version.",
+        "all_to_all with the passes around it, torchtitan's MinimalAsyncEP (both BSD-3-Clause) and DeepEP's first "
+        "version (MIT).",
         failure_sentence(found.points),
     )
     *directions, steps = ep.tables(found.points, found.sessions, 0)

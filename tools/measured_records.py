@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from measured_markdown import listed, paragraph, span
+from padless.bench.peers.find import every_peer
 from padless.bench.results import Record, of_kind, read_records, sessions_of
 
 FOLDER = "docs/measured"
@@ -71,12 +72,13 @@ def machine(all_measured: Sequence[Measured]) -> str:
 
 
 def peers(found: Measured) -> str:
-    """Versions of the libraries that have a contender of their name in the points."""
+    """Versions and licences of the libraries that have a contender of their name in the points."""
+    licences = {peer.name: peer.licence for peer in every_peer(None)}
     timed = {name for point in found.points for name in point["gpu"]}
     known = {name: about for session in found.sessions.values() for name, about in session["peers"].items()}
     return listed(
         [
-            f"{name} {about['version']}"
+            f"{name} {about['version']} under {licences[name]}"
             for name, about in known.items()
             if "version" in about and any(name in contender for contender in timed)
         ]

@@ -91,10 +91,10 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and refuses 
     def __getattr__(name: str) -> Any:
         """Imports a public name at its first use, so that ``padless --help`` does not wait for torch."""
         if name in _PACKAGES:
-            return import_module(f"padless.{name}")
+            return import_module(f"{__name__}.{name}")
         home = _HOMES.get(_ALIASES.get(name, name))
         if home is None:
             raise AttributeError(f"module 'padless' has no attribute {name!r}")
-        value = getattr(import_module(f"padless.{home}"), _ALIASES.get(name, name))
+        value = getattr(import_module(f"{__name__}.{home}"), _ALIASES.get(name, name))
         globals()[name] = value
         return value

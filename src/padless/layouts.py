@@ -233,10 +233,7 @@ def of_weight_scales(format: BlockScaledFormat, k: int) -> Literal["plain", "blo
 
 
 def _with_kernel_scales(t: BlockScaledTensor) -> BlockScaledTensor:
-    """Weights with their scales in the layout of `of_weight_scales`; t itself where they are. Raises ValueError."""
-    if not isinstance(t, BlockScaledTensor):
-        raise ValueError(f"t must be a BlockScaledTensor, got {shown(t)}")
-    check_readable(t=t)
+    """Weights with their scales in the layout of `of_weight_scales`; t itself where they are."""
     layout = of_weight_scales(t.format, t.shape[-1])
     if t.scale_layout == layout or layout == "plain":
         return t

@@ -40,7 +40,9 @@ class RowGroups:
     def is_of(self, offs: torch.Tensor | None) -> bool:
         """Whether ``offs`` is the same tensor, or another one over the same memory, unchanged as far as torch knows."""
         mine = self.offs
-        if offs is not mine and (offs is None or offs.data_ptr() != mine.data_ptr() or offs.shape != mine.shape):
+        if not isinstance(offs, torch.Tensor):  # nor None
+            return False
+        if offs is not mine and (offs.data_ptr() != mine.data_ptr() or offs.shape != mine.shape):
             return False
         return offs.dtype == mine.dtype and _version_of(offs) == self._version
 

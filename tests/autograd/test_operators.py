@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import padless
-from padless import FP8_BLOCK, quantize, quantize_rows_columns, quantize_weight_both
+from padless import FP8_BLOCK, quantize, quantize_weight_both
 from padless.nn import operators
-from padless.nn.operators import bytes_of, columns_of
+from padless.nn.operators import bytes_of
 
 M, N, K = 14, 32, 48
 OFFS = padless.group_offsets([5, 0, 9])  # of all rows: those of no group hold anything
@@ -20,27 +20,18 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def columns(features: int, block: tuple[int, int] = (1, 128)) -> tuple[Any, ...]:
-    return columns_of(quantize_rows_columns(normal(M, features), OFFS, column_block=block, rows=False)[1])
-
-
 def arguments() -> dict[str, tuple[Any, ...]]:
     a = bytes_of(quantize(normal(M, K), FP8_BLOCK))
     b = bytes_of(quantize(normal(3, N, K), FP8_BLOCK, kind="weight"))
-    wide = bytes_of(quantize(normal(3, 128, K), FP8_BLOCK, kind="weight"))
     plain, w = normal(M, K).bfloat16(), normal(3, N, K).bfloat16()
     inverse = padless.moe.route(torch.tensor([[0, 2], [1, 5], [2, 2]]), 3).inverse
-    wgrad = (*columns(N), *columns(K, (128, 128)), OFFS)
     both = [bytes_of(t) for t in quantize_weight_both(normal(3, N, K))]
     assert torch.equal(both[0][0], b[0])
     return {
-        "grouped_gemm": (*a, *b, OFFS, torch.bfloat16, True),
-        "grouped_gemm_swiglu": (*a, *wide, OFFS, "concatenated", normal(M)),
         "bf16_grouped_gemm": (plain, w, OFFS, False, True),
-        "grouped_gemm_wgrad": (*wgrad, torch.bfloat16),
-        "grouped_gemm_wgrad_": (torch.zeros(3, N, K), *wgrad, True),
         "bf16_grouped_gemm_wgrad": (normal(M, N).bfloat16(), plain, OFFS, torch.float32),
         "bf16_grouped_gemm_wgrad_": (torch.zeros(3, N, K), normal(M, N).bfloat16(), plain, OFFS, True),
+        "zero_tail_": (normal(M, K), padless.group_offsets([5, 0, 6])),
         "quantize_rows": (normal(M, K), "MXFP8"),
         "nvfp4_rows": (normal(M, K), OFFS, True),
         "nvfp4_columns": (normal(M, K).bfloat16(), OFFS, True),

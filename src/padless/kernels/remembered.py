@@ -68,7 +68,7 @@ def facts_of(options: Facts, *operands: Any, offs: torch.Tensor | None = None) -
                 return None
             else:
                 facts.append((t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()))
-    except (RuntimeError, AttributeError):  # a sparse or nested tensor has none of these, nor has what is no tensor
+    except RuntimeError:  # a sparse or nested tensor has none of these
         return None
     return tuple(facts)
 

@@ -24,6 +24,7 @@ from padless.formats import BlockScaledTensor, round_up
 from padless.kernels import remembered
 from padless.kernels.remembered import Facts
 from padless.runtime import driver
+from padless.runtime.devices import is_capturing
 from padless.runtime.driver import ByAddress, CudaLaunch
 
 Inputs = tuple[torch.Tensor | None, ...]
@@ -66,9 +67,9 @@ def known(facts: Facts | None) -> Replay | None:
         return None
 
 
-def forget(facts: Facts | None) -> None:
+def forget(facts: Facts) -> None:
     """Forgets a replay that cannot be made any more, and that its call was seen: it may be of other launches now."""
-    if facts is not None and _REPLAYS.pop(facts, None) is not None:
+    if _REPLAYS.pop(facts, None) is not None:
         remembered.remember(facts, None)
 
 
@@ -79,7 +80,9 @@ def run(facts: Facts | None, call: Callable[..., torch.Tensor], inputs: Inputs) 
     if remembered.known(facts) is None:
         remembered.remember(facts, "seen once")
         return call(*inputs)
-    if torch.cuda.is_current_stream_capturing():  # what is only packed would take memory of the graph
+    if any(
+        t is not None and is_capturing(t.device) for t in inputs
+    ):  # what is only packed would take memory of the graph
         return call(*inputs)
     with _Watch() as watch, driver.observed(watch.observe):
         result = call(*inputs)

@@ -113,11 +113,11 @@ class Route:
 
     def load(self) -> KernelHost:
         """The host side of a route that stores sums."""
-        return cast("KernelHost", import_module(f"padless.kernels.{_HOSTS[self.module][0]}"))
+        return cast("KernelHost", import_module(f".{_HOSTS[self.module][0]}", __package__))
 
     def load_quant(self) -> QuantHost:
         """The host side of a route of the quantising call."""
-        return cast("QuantHost", import_module(f"padless.kernels.{_HOSTS[self.module][0]}"))
+        return cast("QuantHost", import_module(f".{_HOSTS[self.module][0]}", __package__))
 
 
 # The host sides, and the device files.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import is_one_of
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.remembered import Prepared, facts_of, launch_remembered
 from padless.kernels.sm90_moe_decode import host
@@ -50,7 +51,7 @@ def moe_in_one_launch(
         return None
     backend = chosen_backend(backend, x)
     if (
-        backend not in ("cuda", "emulator")
+        not is_one_of(backend, ("cuda", "emulator"))
         or format != FP8_BLOCK
         or has_bias
         or out_dtype != torch.bfloat16

@@ -11,8 +11,9 @@ from padless.formats import FP8_BLOCK, MXFP4, NVFP4, BlockScaledFormat, BlockSca
 from padless.kernels.launch import Prepared
 from padless.kernels.remembered import facts_of, launch_remembered
 from padless.moe.activation import Activation
-from padless.ops.checks import check_operands
+from padless.ops.checks import check_operands, data_of
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
+from padless.row_groups import is_traced
 from padless.runtime.choices import BackendName
 
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
@@ -111,7 +112,7 @@ def swiglu(
         global_scale=None if global_scale is None else global_scale.reshape(-1),
     )
     tensors = with_outputs(epilogue, numbers, m, n, num_groups, a.device)
-    if a.device.type != "cuda" or backend not in (None, "cuda"):
+    if is_traced(data_of(a)) or a.device.type != "cuda" or backend not in (None, "cuda"):
         _check(a, weights, offs, epilogue)
         compute(a, weights, offs, epilogue, tensors, backend, None)
     else:

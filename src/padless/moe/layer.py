@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from padless.arguments import check_integer, check_readable, check_tensor_type, is_one_of, refuse_kinds, shown
-from padless.compat.cudnn.calls import grouped_gemm_quant
+from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import (
     FORMAT_BY_NAME,
     FP8_BLOCK,
@@ -36,6 +36,7 @@ from padless.moe.router import Router, TopK, topk
 from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm
+from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import INPUT_DTYPES, quantize
 from padless.runtime.choices import ActivationKind, BackendName, GateUp
 
@@ -51,6 +52,8 @@ ACTIVATIONS: dict[BlockScaledFormat, BlockScaledFormat] = {
     NVFP4: NVFP4,
 }
 BF16 = "BF16"
+# A product with a bias.
+BIAS = Epilogue(bias=True, d_dtype=torch.bfloat16)
 
 
 def moe(
@@ -131,9 +134,9 @@ def moe(
     inputs = (x, top_k_index, top_k_weights, shared)
     constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
     facts = None
-    if ep is None and (backend is None or (isinstance(backend, str) and backend == "cuda")):
+    if ep is None and is_one_of(backend, (None, "cuda")):
         facts = replay.facts_of(("moe", *options), inputs, constants)
-        if (again := replay.known(facts)) is not None:
+        if facts is not None and (again := replay.known(facts)) is not None:
             if (out := again(*inputs)) is not None:
                 return out
             replay.forget(facts)
@@ -231,14 +234,13 @@ def _forward(
     if top_k_index.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
-    if first.backend is second.backend:
-        out = moe_in_one_launch(
-            x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
-            has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
-            backend=first.backend,
-        )  # fmt: skip
-        if out is not None:
-            return out
+    out = moe_in_one_launch(
+        x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
+        has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
+        backend=first.backend,
+    )  # fmt: skip
+    if out is not None:
+        return out
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
@@ -274,15 +276,10 @@ class Projection:
         """a @ weights of its expert, plus bias, rounded once to bfloat16; (M, N)."""
         if self.bias is None:
             return grouped_gemm(a, self.weights, offs, backend=self.backend)
-        d: torch.Tensor = grouped_gemm_quant(
-            a_tensor=a,
-            b_tensor=self.weights,
-            padded_offsets=offs,
-            bias_tensor=self.bias,
-            return_amax=False,
-            backend=self.backend,
-        )["d_tensor"]
-        return d
+        tensors = EpilogueTensors(bias=self.bias.to(torch.float32).contiguous())
+        found = grouped_gemm_epilogue(a, self.weights, offs, BIAS, tensors, backend=self.backend)
+        assert found.d is not None
+        return found.d
 
     def activated(
         self,

@@ -1,6 +1,7 @@
-"""Products of training as torch.library operators `padless::*` with fake tensors; codes are bytes in their schemas.
+"""Training's passes, and its products of plain rows, as torch.library operators `padless::*` with fake tensors.
 
-Eager calls go around the dispatcher (`padless.moe.ops.call`).
+Codes are bytes in their schemas. Eager calls go around the dispatcher (`padless.moe.ops.call`). Products of quantized
+operands are no operators of this module: `padless.ops` makes its calls traceable.
 """
 
 from __future__ import annotations
@@ -9,11 +10,9 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
-from padless.layouts import GroupedColumns, empty_mn_major
+from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
 from padless.moe import slots
-from padless.moe.fused import swiglu
-from padless.moe.ops import _quantized_fake, operator, unpacked
+from padless.moe.ops import _quantized_fake, operator
 from padless.nn import rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
@@ -28,77 +27,7 @@ def bytes_of(t: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     return t.data.view(torch.uint8), t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
 
 
-def columns_of(t: GroupedColumns) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[int], int]:
-    """What an operator takes for a `GroupedColumns` beside offs."""
-    return t.data.view(torch.uint8), t.scale, t.starts, t.block_starts, list(t.block), t.alignment
-
-
-def _fp8(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
-    return BlockScaledTensor(codes.view(E4M3), scale, FP8_BLOCK)
-
-
 # --- rows times weights ----------------------------------------------------------------------------------
-
-
-def _grouped_gemm_fake(
-    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, out_dtype: torch.dtype, zero_tail: bool,
-    format: str = "FP8_BLOCK",
-) -> torch.Tensor:  # fmt: skip
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-@operator(
-    "grouped_gemm",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, ScalarType out_dtype, bool zero_tail, "
-    'str format="FP8_BLOCK") -> Tensor',
-    _grouped_gemm_fake,
-)
-def _grouped_gemm(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor,
-    out_dtype: torch.dtype, zero_tail: bool, format: str = "FP8_BLOCK",
-) -> torch.Tensor:  # fmt: skip
-    left, right = unpacked(a, a_scale, None, format, "plain"), unpacked(b, b_scale, None, format, "plain")
-    return scaled_product(left, right, offs, out_dtype, zero_tail)
-
-
-def scaled_product(
-    a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, out_dtype: torch.dtype, zero_tail: bool
-) -> torch.Tensor:
-    """a (M, K) @ b[g].T of its group, (M, N); zero_tail: rows past the last group are zeros, else anything."""
-    out = grouped_gemm(a, b, offs, out_dtype=out_dtype)
-    return rows.zero_tail(out, offs) if zero_tail else out
-
-
-def _grouped_gemm_swiglu_fake(
-    a: torch.Tensor, a_scale: Any, b: torch.Tensor, b_scale: Any, offs: Any, gate_up: str, row_weights: Any = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    m, hidden = a.shape[0], b.shape[1] // 2
-    return a.new_empty((m, hidden)), empty_mn_major(m, -(-hidden // 128), a.device)
-
-
-@operator(
-    "grouped_gemm_swiglu",
-    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, str gate_up, Tensor? row_weights=None) "
-    "-> (Tensor, Tensor)",
-    _grouped_gemm_swiglu_fake,
-)
-def _grouped_gemm_swiglu(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, offs: torch.Tensor, gate_up: str,
-    row_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return bytes_of(fp8_swiglu(_fp8(a, a_scale), _fp8(b, b_scale), offs, gate_up, row_weights))
-
-
-def fp8_swiglu(
-    a: BlockScaledTensor, b: BlockScaledTensor, offs: torch.Tensor, gate_up: str, row_weights: torch.Tensor | None
-) -> BlockScaledTensor:
-    """silu(gate) * up of the product, times row_weights (M,) if given, quantized in its epilogue; (M, N / 2)."""
-    found = swiglu(
-        a, b, offs, gate_up=gate_up, bias=None, format=FP8_BLOCK, global_scale=None, backend=None,
-        row_weights=row_weights,
-    )  # fmt: skip
-    assert isinstance(found, BlockScaledTensor)
-    return found
 
 
 def _bf16_grouped_gemm_fake(
@@ -132,38 +61,6 @@ def _bf16_grouped_gemm(
 
 
 # --- along tokens ----------------------------------------------------------------------------------------
-
-_WGRAD = (
-    "Tensor dy, Tensor dy_scale, Tensor dy_starts, Tensor dy_block_starts, int[] dy_block, int dy_alignment, "
-    "Tensor x, Tensor x_scale, Tensor x_starts, Tensor x_block_starts, int[] x_block, int x_alignment, Tensor offs"
-)
-
-
-def _columns(
-    offs: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, starts: torch.Tensor, block_starts: torch.Tensor,
-    block: list[int], alignment: int,
-) -> GroupedColumns:  # fmt: skip
-    return GroupedColumns(data.view(E4M3), scale, offs, starts, block_starts, (block[0], block[1]), alignment)
-
-
-def _wgrad_fake(*arguments: Any) -> torch.Tensor:
-    dy, x, offs, out_dtype = arguments[0], arguments[6], arguments[12], arguments[13]
-    shape = (offs.shape[0], dy.shape[0], x.shape[0])
-    return dy.new_empty(shape, dtype=out_dtype)  # type: ignore[no-any-return]
-
-
-@operator("grouped_gemm_wgrad", f"({_WGRAD}, ScalarType out_dtype) -> Tensor", _wgrad_fake)
-def _wgrad(*arguments: Any) -> torch.Tensor:
-    offs, out_dtype = arguments[12], arguments[13]
-    dy, x = _columns(offs, *arguments[0:6]), _columns(offs, *arguments[6:12])
-    return grouped_gemm_wgrad(dy, x, out_dtype=out_dtype)
-
-
-@operator("grouped_gemm_wgrad_", f"(Tensor(a!) out, {_WGRAD}, bool accumulate) -> ()", lambda *arguments: None)
-def _wgrad_into(out: torch.Tensor, *arguments: Any) -> None:
-    offs, accumulate = arguments[12], arguments[13]
-    dy, x = _columns(offs, *arguments[0:6]), _columns(offs, *arguments[6:12])
-    grouped_gemm_wgrad(dy, x, out=out, accumulate=accumulate)
 
 
 def _bf16_wgrad_fake(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -217,6 +114,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 # --- rows ------------------------------------------------------------------------------------------------
+
+
+@operator("zero_tail_", "(Tensor(a!) t, Tensor offs) -> ()", lambda *arguments: None)
+def _zero_tail(t: torch.Tensor, offs: torch.Tensor) -> None:
+    rows.zero_tail(t, offs)
 
 
 def _quantize_rows_fake(x: torch.Tensor, format: str = "FP8_BLOCK") -> tuple[torch.Tensor, torch.Tensor]:

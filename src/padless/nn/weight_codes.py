@@ -17,7 +17,7 @@ from padless.nn.calls import call, is_traced
 from padless.nn.quantizers import mx_weight, quantized, weight_and_transpose
 from padless.nn.recipe import Format, Recipe, is_block_scaled
 from padless.quantization.quantize import quantize
-from padless.runtime.devices import on_device_of
+from padless.runtime.devices import is_capturing
 
 # Steps of optimizers so far.
 _steps = [0]
@@ -100,7 +100,7 @@ class WeightCodes:
         and while a CUDA graph is captured, operands are made every time: the graph is to quantize when it runs. So they
         are of a tensor that is no parameter, such as a parametrized weight: every call has another one.
         """
-        if not isinstance(parameter, torch.nn.Parameter) or is_traced(weight) or is_capturing(weight):
+        if not isinstance(parameter, torch.nn.Parameter) or is_traced(weight) or is_capturing(weight.device):
             return weight_operands(weight, recipe)
         facts = facts_of(weight, recipe)
         found = self._operands
@@ -121,12 +121,6 @@ class WeightCodes:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightCodes, ()
-
-
-def is_capturing(weight: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of the weight's GPU."""
-    with on_device_of(weight):
-        return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def writes_of(weight: torch.Tensor) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.reference.gemm import group_rows, round_to
+from padless.reference.gemm import group_rows, power_of_two, round_to
 
 ACCUMULATIONS = ("tensor_core", "float32", "float64")
 STEP = 16  # products that the tensor core adds at once
@@ -122,7 +122,7 @@ def multiply_accumulate(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> to
     bits = torch.frexp(total.double())[1].long()  # |total| < 2^bits
     surplus = torch.maximum(bits - _SIGNIFICANT, _LEAST - unit).clamp(min=0)
     total = _cut(total, surplus) << surplus.clamp(max=62)
-    result = torch.ldexp(total.double(), unit.clamp(min=-400)).float()
+    result = (total.double() * power_of_two(unit.clamp(min=-400))).float()
     plain = a.double() @ b.double().t() + c.double()
     return torch.where(plain.isfinite(), result, plain.float())
 

@@ -153,6 +153,14 @@ def _of_group(global_scale: torch.Tensor | None, group: int) -> float:
     return global_scale.flatten()[group if global_scale.numel() > 1 else 0].item()
 
 
+def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
+    """2^exponent as float64, of int64 from -1022 to 1023, made of its bits.
+
+    `torch.ldexp` of torch 2.11 reads memory that is not its own where its tensors' GPU is not the current one.
+    """
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
 def fma_float32(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     """x * y + z of float32 tensors with a single rounding, as the hardware's fused multiply-add.
 

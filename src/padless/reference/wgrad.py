@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from padless.layouts import GroupedColumns
-from padless.reference.gemm import fma_float32, group_rows, round_to
+from padless.reference.gemm import fma_float32, group_rows, power_of_two, round_to
 
 ACCUMULATIONS = ("tensor_core", "fp8_block", "float64")
 _BLOCK = 128  # tokens that share a scale
@@ -120,7 +120,7 @@ def multiply_accumulate(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> to
     bits = torch.frexp(total.double())[1].long()  # |total| < 2^bits
     surplus = (bits - (_FRACTION + 1)).clamp(min=0)
     total = _cut(total, surplus) << surplus
-    result = torch.ldexp(total.double(), (largest - _FRACTION).clamp(min=-200)).float()
+    result = (total.double() * power_of_two((largest - _FRACTION).clamp(min=-200))).float()
     nan = a.float().isnan().any(1)[:, None] | b.float().isnan().any(1)[None, :] | c.isnan()
     return torch.where(nan, torch.full_like(result, float("nan")), result)
 

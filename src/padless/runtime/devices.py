@@ -97,9 +97,21 @@ def hopper_driver(tensor: torch.Tensor) -> driver.Driver | None:
 
 def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
     """Makes t's GPU the current one, on which Triton launches."""
-    if not t.is_cuda or t.device.index == torch.cuda.current_device():  # changing it takes longer than looking
+    return _current(t.device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a GPU; False for the CPU."""
+    if device.type != "cuda":
+        return False
+    with _current(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    if device.type != "cuda" or device.index == torch.cuda.current_device():  # changing it takes longer than looking
         return nullcontext()
-    return torch.cuda.device(t.device)
+    return torch.cuda.device(device)
 
 
 @cache

@@ -68,7 +68,7 @@ def _bf16_tiles(route: Route) -> list[KernelChoice]:
         Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups) for m, n, warpgroups in tiles
     ]
     # As chosen for 32 and 64 tokens: two blocks of K to a stage, where that is done.
-    return configs + [select_config(route.a, route.b, tokens, 1) for tokens in (32, 64)]
+    return configs + [select_config(route.a, route.b, tokens, 4096, 1) for tokens in (32, 64)]
 
 
 def _sm100_tiles(route: Route) -> list[KernelChoice]:

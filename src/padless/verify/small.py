@@ -74,7 +74,7 @@ def _configs(route: Route, m: int) -> list[KernelChoice | None]:
     if route.config_class is Sm90Mxfp8Config:
         return [Sm90Mxfp8Config()]
     if route.config_class is Sm90Bf16Config:
-        return [Sm90Bf16Config(route.a, route.b), select_config(route.a, route.b, m, len(_SIZES))]
+        return [Sm90Bf16Config(route.a, route.b), select_config(route.a, route.b, m, _N, len(_SIZES))]
     return [None]
 
 

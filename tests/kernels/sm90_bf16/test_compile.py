@@ -17,14 +17,17 @@ from support.machine_code import complaints, instructions
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
 ARCH = "sm_90a"
+FEW_TILES, MANY_TILES = 256, 1 << 17  # N of problems with fewer tiles than multiprocessors, and with more
 
 
 def selectable() -> list[Sm90Bf16Config]:
     """Every config that select_config can give, but for fp16, which differs in one conversion, and for many groups."""
     rows = (1, 16, 32, 64, 128)
-    every = itertools.product(PAIRS, rows, (False, True), (torch.bfloat16, torch.float32))
+    every = itertools.product(PAIRS, rows, (FEW_TILES, MANY_TILES), (False, True), (torch.bfloat16, torch.float32))
     return list(
-        dict.fromkeys(select_config(*pair, m, 1, blocked=blocked, out_dtype=dtype) for pair, m, blocked, dtype in every)
+        dict.fromkeys(
+            select_config(*pair, m, n, 1, blocked=blocked, out_dtype=dtype) for pair, m, n, blocked, dtype in every
+        )
     )
 
 
@@ -41,17 +44,21 @@ def name_of(config: Sm90Bf16Config) -> str:
 QUICK = list(
     dict.fromkeys(
         [
-            *(select_config(*pair, 128, 1) for pair in PAIRS),
-            *(select_config(pair[0], pair[1], 64, 1, blocked=True) for pair in PAIRS if pair[0] == "FP8_BLOCK"),
-            select_config("MXFP8", "MXFP8", 128, 1, blocked=True),
-            select_config("NVFP4", "NVFP4", 128, 1, blocked=True),
-            select_config("MXFP8", "MXFP8", 64, 1, out_dtype=torch.float32),
-            select_config("MXFP8", "MXFP8_E5M2", 8, 1, blocked=True),
-            select_config("BF16", "MXFP4", 1, 1, out_dtype=torch.float32, blocked=True),
-            select_config("NVFP4", "NVFP4", 32 * 257, 257, out_dtype=torch.float16),
-            select_config("FP8_BLOCK", "NVFP4", 32, 1),
-            select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
-            select_config("MXFP4", "MXFP4", 64, 1, blocked=True),
+            *(select_config(*pair, 128, MANY_TILES, 1) for pair in PAIRS),
+            *(
+                select_config(pair[0], pair[1], 64, MANY_TILES, 1, blocked=True)
+                for pair in PAIRS
+                if pair[0] == "FP8_BLOCK"
+            ),
+            select_config("MXFP8", "MXFP8", 128, MANY_TILES, 1, blocked=True),
+            select_config("NVFP4", "NVFP4", 128, MANY_TILES, 1, blocked=True),
+            select_config("MXFP8", "MXFP8", 64, MANY_TILES, 1, out_dtype=torch.float32),
+            select_config("MXFP8", "MXFP8_E5M2", 8, MANY_TILES, 1, blocked=True),
+            select_config("BF16", "MXFP4", 1, MANY_TILES, 1, out_dtype=torch.float32, blocked=True),
+            select_config("NVFP4", "NVFP4", 32 * 257, MANY_TILES, 257, out_dtype=torch.float16),
+            select_config("FP8_BLOCK", "NVFP4", 32, MANY_TILES, 1),
+            select_config("NVFP4", "NVFP4", 64, MANY_TILES, 1, blocked=True),
+            select_config("MXFP4", "MXFP4", 64, MANY_TILES, 1, blocked=True),
             Sm90Bf16Config("NVFP4", "NVFP4", block_m=16, block_n=256),
             Sm90Bf16Config("MXFP8", "MXFP8", block_m=32, block_n=256, num_warpgroups=4),
             Sm90Bf16Config("NVFP4", "NVFP4", block_m=16, block_n=128),
@@ -117,12 +124,12 @@ def code_complaints(sass: list[str], config: Sm90Bf16Config, kernel: jit.Compile
 
 
 CODE_CASES = [
-    select_config("NVFP4", "NVFP4", 128, 1),
-    select_config("MXFP8", "MXFP8", 128, 1, out_dtype=torch.float32),
-    select_config("FP8_BLOCK", "MXFP4", 64, 1, blocked=True),
-    select_config("BF16", "NVFP4", 8, 1),
-    select_config("BF16", "FP8_BLOCK", 128, 1),
-    select_config("NVFP4", "NVFP4", 64, 1, blocked=True),
+    select_config("NVFP4", "NVFP4", 128, MANY_TILES, 1),
+    select_config("MXFP8", "MXFP8", 128, MANY_TILES, 1, out_dtype=torch.float32),
+    select_config("FP8_BLOCK", "MXFP4", 64, MANY_TILES, 1, blocked=True),
+    select_config("BF16", "NVFP4", 8, MANY_TILES, 1),
+    select_config("BF16", "FP8_BLOCK", 128, MANY_TILES, 1),
+    select_config("NVFP4", "NVFP4", 64, MANY_TILES, 1, blocked=True),
 ]
 
 
@@ -144,8 +151,8 @@ def main_loop(sass: list[str]) -> int:
     ("config", "most"),
     [
         (CODE_CASES[0], 250),
-        (select_config("MXFP8", "MXFP8", 128, 1), 400),
-        (select_config("MXFP4", "MXFP4", 128, 1), 250),
+        (select_config("MXFP8", "MXFP8", 128, MANY_TILES, 1), 400),
+        (select_config("MXFP4", "MXFP4", 128, MANY_TILES, 1), 250),
     ],
     ids=["NVFP4", "MXFP8", "MXFP4"],
 )

@@ -133,7 +133,7 @@ def test_scales_that_can_be_read_in_place_are(pair: tuple[str, str]) -> None:
     out = torch.empty(16, 72)
     prepared = sm90_bf16.prepare(DRIVER, problem.a, problem.b, problem.offs, out, None)
     assert prepared.copies == ()
-    check_close(problem, multiply(problem, select_config(*pair, 13, 2)))
+    check_close(problem, multiply(problem, select_config(*pair, 13, 72, 2)))
 
 
 def test_blocked_scales_of_activations_count_too() -> None:
@@ -277,11 +277,20 @@ def test_what_pads_blocked_scales_does_not_matter(fmt: padless.BlockScaledFormat
 # --- which tile ------------------------------------------------------------------------------------------
 
 
-def test_a_tile_has_about_as_many_tokens_as_a_group() -> None:
-    for m, groups, tokens in ((1, 1, 8), (8, 8, 8), (3, 64, 8), (160, 16, 16), (1000, 32, 32), (4096, 64, 64)):
-        assert select_config("NVFP4", "NVFP4", m, groups).block_m == tokens, (m, groups)
-    assert select_config("NVFP4", "NVFP4", 10**6, 4).block_m == 128
-    assert select_config("NVFP4", "NVFP4", 0, 4).block_m == 8
+def test_a_tile_has_room_for_what_a_group_may_have() -> None:
+    """A group alone has all rows; of several, some have more than the mean."""
+    alone = ((0, 8), (1, 8), (8, 8), (9, 16), (32, 32), (33, 64), (65, 128))
+    of_many = ((0, 8), (3, 8), (64, 8), (96, 8), (97, 16), (640, 16), (641, 32), (2048, 32), (2049, 64), (4097, 128))
+    for groups, sizes in ((1, alone), (64, of_many)):
+        for m, tokens in sizes:
+            assert select_config("NVFP4", "NVFP4", m, 8192, groups).block_m == tokens, (m, groups)
+
+
+def test_few_tiles_are_narrow_so_that_more_multiprocessors_have_one() -> None:
+    """Two groups of n rows: tiles of 256 only where 128 rows a tile were more tiles than there are multiprocessors."""
+    for n, sms, block_n in ((33 * 256, 132, 128), (33 * 256 + 8, 132, 256), (256, 4, 128), (512, 4, 256)):
+        config = select_config("BF16", "MXFP4", 2, n, 300, num_sms=sms)
+        assert (config.block_n, config.num_warpgroups) == (block_n, 4 if block_n == 256 else 2), (n, sms)
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,8 @@ def test_small_problems_get_narrow_tiles() -> None:
     assert select_config(8192, 4096, 8, 132) == Sm90Mxfp8Config()
     assert select_config(128, 4096, 1, 132).block_n == 64
     assert select_config(32, 4096, 1, 132) == SMALL
+    assert select_config(16 * 128, 4096, 128, 132) == Sm90Mxfp8Config(block_m=64)
+    assert select_config(16 * 128 + 1, 4096, 128, 132) == Sm90Mxfp8Config()
     for m in (0, 1, 64, 65, 10**6):
         for n in (8, 4096):
             for groups in (1, 7, 1024):

@@ -67,6 +67,7 @@ class Peer:
     """One library: a subclass says how it is imported, why not, and what it computes."""
 
     name: str
+    licence: str  # its own, by SPDX
     compiles_at_run_time = True
     loading = "loading it"  # what load does, for the reason where it fails
     needs: tuple[str, ...] = ()  # functions that the library must have

@@ -25,6 +25,7 @@ class DeepGemm(Peer):
     """The adapter; `folder`/deepgemm is searched before the environment."""
 
     name = "deepgemm"
+    licence = "MIT"
     loading = "import deep_gemm"
     needs = ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked", "fp8_gemm_nt")
 

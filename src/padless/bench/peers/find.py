@@ -22,15 +22,19 @@ def find_peers(folder: str | Path | None = None, names: Sequence[str] | None = N
 
     folder: as `padless.bench.peers` describes; None is ./.peers if it exists.
     """
-    where = resolve_folder(folder)
-    in_folders = (DeepGemm, TmaAdaptive, Mslk, TorchAo, MonoMoe)
-    known: list[Peer] = [*(peer(where) for peer in in_folders), TorchOps(), TritonMoe()]
+    known = every_peer(resolve_folder(folder))
     if names is None:
         return [peer for peer in known if peer.by_default]
     unknown = set(names) - {peer.name for peer in known}
     if unknown:
         raise ValueError(f"peers must be among {[peer.name for peer in known]}, got {sorted(unknown)}")
     return [peer for peer in known if peer.name in names]
+
+
+def every_peer(folder: Path | None) -> list[Peer]:
+    """All peers, those that take part when they are named alone too."""
+    in_folders = (DeepGemm, TmaAdaptive, Mslk, TorchAo, MonoMoe)
+    return [*(peer(folder) for peer in in_folders), TorchOps(), TritonMoe()]
 
 
 def resolve_peers(peers: Sequence[Peer] | Sequence[str] | None, peers_dir: str | Path | None) -> list[Peer]:

@@ -29,6 +29,7 @@ class MonoMoe(Peer):
     """The adapter; the library is `folder`/monomoe/monomoe.so."""
 
     name = NAME
+    licence = "Apache-2.0"
     by_default = False  # it has a layer alone
     compiles_at_run_time = False
     loading = "loading monomoe.so"

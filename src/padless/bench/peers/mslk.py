@@ -20,6 +20,7 @@ class Mslk(Peer):
     """The adapter; `folder`/mslk is searched before the environment."""
 
     name = "mslk"
+    licence = "BSD-3-Clause"
     compiles_at_run_time = False
     loading = "import mslk"
 

@@ -30,6 +30,7 @@ class TmaAdaptive(Peer):
     """The adapter; the code lies in `folder`/tma_adaptive, with the CUTLASS headers in deep_gemm/include."""
 
     name = "tma_adaptive"
+    licence = "MIT"
     needs = (_FUNCTION,)
 
     def _package(self) -> Path | None:

@@ -18,6 +18,7 @@ class TorchOps(Peer):
     """The adapter."""
 
     name = "torch"
+    licence = "BSD-3-Clause"
     compiles_at_run_time = False
 
     def obstacle(self) -> str:

@@ -37,6 +37,7 @@ class TorchAo(Peer):
     """The adapter; `folder`/torchao, and `folder`/deepgemm, are searched before the environment."""
 
     name = "torchao"
+    licence = "BSD-3-Clause"
     compiles_at_run_time = False  # nothing that the grids compile ahead
     by_default = False  # it has a training step alone
     loading = "import torchao, deep_gemm"

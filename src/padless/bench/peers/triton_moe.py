@@ -130,6 +130,7 @@ class TritonMoe(Peer):
     """The adapter."""
 
     name = NAME
+    licence = "MIT"
     by_default = False  # its sweep takes longer than all that products are otherwise compared with
     formats = ("FP8_BLOCK", "MXFP4")
     loading = "import triton"

@@ -1,45 +1,51 @@
 """A grouped GEMM whose epilogue scales, gates, activates and quantises: cuDNN's "Grouped GEMM + Quant", without padding.
 
 What each call computes, and how it compares with cuDNN's, is in docs/grouped_gemm_quant.md; the arithmetic in
-epilogue.py; the rules of the arguments in request.py.
+epilogue.py; the arguments, their types, defaults and rules in request.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Any, ParamSpec, cast
 
-import torch
-
-from padless.arguments import check_flag, is_one_of, shown
-from padless.compat.cudnn.given import format_from, into, without_locals
+from padless.compat.cudnn.given import format_of, into
 from padless.compat.cudnn.keywords import check_others
-from padless.compat.cudnn.operands import GATE_UP, NAMES
+from padless.compat.cudnn.operands import NAMES
 from padless.compat.cudnn.outputs import QuantOutputs, pack
-from padless.compat.cudnn.request import CudnnRequest, Stream, stream_handle
-from padless.formats import BlockScaledFormat, BlockScaledTensor
-from padless.kernels.launch import KernelChoice
+from padless.compat.cudnn.request import CudnnRequest, SwigluRequest, stream_handle
 from padless.ops.epilogue_checks import check_outputs_apart
 from padless.ops.epilogue_run import compute, with_outputs
-from padless.runtime.choices import BackendName, OutputLayout, ScaleLayout, ScaleRule, Semantics, SwigluGateUp
+
+P = ParamSpec("P")
 
 
-def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
-    """The result of a call; given: its arguments, by name."""
-    check_others(call, given.pop("others"))
-    if not is_one_of(gate_up := given.get("gate_up", "concatenated"), GATE_UP):
-        raise ValueError(f"gate_up is {shown(gate_up)}; allowed: {', '.join(map(repr, GATE_UP))}")
-    check_flag("generate_amax", generate := given.pop("generate_amax"))
-    if not generate:
-        given["return_amax"] = False
-    if given["d_dtype"] is None:
-        given["d_dtype"] = torch.bfloat16
-    out = format_from(given.pop("out"), given)
-    request = CudnnRequest(**given)
+def _taking(request: Callable[P, CudnnRequest]) -> Callable[[Callable[..., QuantOutputs]], Callable[P, QuantOutputs]]:
+    """Gives a function of keywords the signature of a request, for type checkers and for help()."""
+
+    def decorate(function: Callable[..., QuantOutputs]) -> Callable[P, QuantOutputs]:
+        own = inspect.signature(function)
+        parameters = [*inspect.signature(request).parameters.values(), *own.parameters.values()]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return cast("Callable[P, QuantOutputs]", function)
+
+    return decorate
+
+
+def _run(call: str, kind: type[CudnnRequest], names: dict[str, bool], given: dict[str, Any]) -> QuantOutputs:
+    """The result of a call of these arguments; names: the fields of its request, and which of them have to be given."""
+    check_others(call, {name: value for name, value in given.items() if name not in names})
+    if missing := [name for name, needed in names.items() if needed and name not in given]:
+        raise TypeError(f"{call}() has no {' and no '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
+    arguments = {name: value for name, value in given.items() if name in names}
+    request = kind(**{**arguments, **format_of(arguments)})
     resolved = request.resolve()
     o, epilogue = resolved.operands, resolved.epilogue
-    tensors = into(out, epilogue, resolved.tensors, o)
+    tensors = into(request.out, epilogue, resolved.tensors, o)
     tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
-    if out is not None:
+    if request.out is not None:
         check_outputs_apart(o.a, o.b, o.offs, tensors, NAMES | {"row_codes": "out.data", "row_scale": "out.scale"})
     stream = stream_handle(request.current_stream)
     how = (request.backend, request.config, stream, request.m_aligned, request.check_offs)
@@ -47,41 +53,8 @@ def _run(call: str, given: dict[str, Any]) -> QuantOutputs:
     return pack(epilogue, tensors, o)
 
 
-@without_locals(_run)
-def grouped_gemm_quant(
-    *,
-    a_tensor: torch.Tensor | BlockScaledTensor,
-    b_tensor: torch.Tensor | BlockScaledTensor,
-    sfa_tensor: torch.Tensor | None = None,
-    sfb_tensor: torch.Tensor | None = None,
-    padded_offsets: torch.Tensor,
-    alpha_tensor: torch.Tensor | None = None,
-    norm_const_tensor: torch.Tensor | None = None,
-    prob_tensor: torch.Tensor | None = None,
-    bias_tensor: torch.Tensor | None = None,
-    acc_dtype: torch.dtype | None = None,
-    d_dtype: torch.dtype | None = None,
-    cd_major: str = "n",
-    sf_vec_size: int | None = None,
-    m_aligned: int = 1,
-    discrete_col_sfd: bool = False,
-    current_stream: Stream = None,
-    d_format: BlockScaledFormat | None = None,
-    row_output: bool = True,
-    column_output: bool | None = None,
-    row_layout: OutputLayout | None = None,
-    column_layout: ScaleLayout | None = None,
-    scale_rule: ScaleRule | None = None,
-    global_scale_tensor: torch.Tensor | None = None,
-    return_amax: bool | None = None,
-    generate_amax: bool = True,
-    semantics: Semantics = "implementation",
-    backend: BackendName | None = None,
-    check_offs: bool = False,
-    config: KernelChoice | None = None,
-    out: BlockScaledTensor | None = None,
-    **others: Any,
-) -> QuantOutputs:
+@_taking(CudnnRequest)
+def grouped_gemm_quant(**others: Any) -> QuantOutputs:
     """alpha, bias and prob on a grouped GEMM, and its result quantised along rows and columns, in one launch.
 
     Every argument is by keyword, since cuDNN's documentation and its code order them differently. Two ways to give
@@ -135,45 +108,11 @@ def grouped_gemm_quant(
     launch for these formats on this GPU. Nothing is done in several launches instead: for that, call
     grouped_gemm(out_dtype=torch.float32) and quantize.
     """
-    return _run("grouped_gemm_quant", locals())
+    return _run("grouped_gemm_quant", CudnnRequest, _NAMES, others)
 
 
-@without_locals(_run)
-def grouped_gemm_swiglu_quant(
-    *,
-    gate_up: SwigluGateUp,
-    a_tensor: torch.Tensor | BlockScaledTensor,
-    b_tensor: torch.Tensor | BlockScaledTensor,
-    sfa_tensor: torch.Tensor | None = None,
-    sfb_tensor: torch.Tensor | None = None,
-    padded_offsets: torch.Tensor,
-    alpha_tensor: torch.Tensor | None = None,
-    norm_const_tensor: torch.Tensor | None = None,
-    prob_tensor: torch.Tensor | None = None,
-    bias_tensor: torch.Tensor | None = None,
-    acc_dtype: torch.dtype | None = None,
-    d_dtype: torch.dtype | None = None,
-    cd_major: str = "n",
-    sf_vec_size: int | None = None,
-    m_aligned: int = 1,
-    discrete_col_sfd: bool = False,
-    current_stream: Stream = None,
-    d_format: BlockScaledFormat | None = None,
-    row_output: bool = True,
-    column_output: bool | None = None,
-    row_layout: OutputLayout | None = None,
-    column_layout: ScaleLayout | None = None,
-    scale_rule: ScaleRule | None = None,
-    global_scale_tensor: torch.Tensor | None = None,
-    return_amax: bool | None = None,
-    generate_amax: bool = True,
-    semantics: Semantics = "implementation",
-    backend: BackendName | None = None,
-    check_offs: bool = False,
-    config: KernelChoice | None = None,
-    out: BlockScaledTensor | None = None,
-    **others: Any,
-) -> QuantOutputs:
+@_taking(SwigluRequest)
+def grouped_gemm_swiglu_quant(**others: Any) -> QuantOutputs:
     """An expert's whole first projection: D = prob * silu(gate) * up, N_out = N / 2, quantised, in one launch.
 
     gate_up: where the rows of b_tensor that make gate and up lie, and it has no default, since no error could tell the
@@ -183,4 +122,8 @@ def grouped_gemm_swiglu_quant(
 
     All else as grouped_gemm_quant.
     """
-    return _run("grouped_gemm_swiglu_quant", locals())
+    return _run("grouped_gemm_swiglu_quant", SwigluRequest, _SWIGLU_NAMES, others)
+
+
+_NAMES = {field.name: field.default is MISSING for field in fields(CudnnRequest)}
+_SWIGLU_NAMES = {field.name: field.default is MISSING for field in fields(SwigluRequest)}

@@ -15,6 +15,7 @@ from padless.formats import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, 
 from padless.layouts import from_cudnn_view
 from padless.ops.checks import Activation, as_int32, check_operands, data_of, describe
 from padless.row_groups import is_integers
+from padless.runtime.choices import Semantics
 
 GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
 SEMANTICS = ("implementation", "documented")
@@ -115,7 +116,7 @@ class Inputs:
     sf_vec_size: int | None = None
     m_aligned: int = 1
     discrete_col_sfd: bool = False
-    semantics: str = "implementation"
+    semantics: Semantics = "implementation"
 
     def check_fixed(self) -> None:
         """Raises ValueError for cuDNN's arguments that have one value, and for unknown semantics."""

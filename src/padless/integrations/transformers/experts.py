@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.integrations.moe import _default_apply_gate
 
 from padless.formats import FP8_BLOCK
-from padless.integrations.transformers.operators import project
+from padless.integrations.operators import project, without_backward
 from padless.integrations.transformers.weights import ExpertWeights, expert_weights
 from padless.moe.combining import combine
 from padless.moe.layer import BF16, moe
@@ -126,27 +125,3 @@ def _with_own_gate(
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(dtype))
     return combine(y, routing.inverse, top_k_weights, out_dtype=dtype)
-
-
-# --- gradients -------------------------------------------------------------------------------------------
-
-
-def without_backward(run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-    """run(*arguments); where an argument requires grad, the result does too, and its backward raises."""
-    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in arguments)
-    if not needs_grad or torch.compiler.is_compiling():
-        return run(*arguments)
-    result: torch.Tensor = _WithoutBackward.apply(run, *arguments)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _WithoutBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
-        return run(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError(
-            "padless computes no gradients of quantized layers; train with another experts_implementation"
-        )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
-from padless.integrations.transformers.operators import aligned
+from padless.integrations.operators import aligned
 from padless.integrations.weights import (
     ExpertWeights,
     activations_for,

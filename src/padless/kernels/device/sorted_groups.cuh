@@ -96,7 +96,7 @@ struct SortedGroups {
     // Up to here a thread compares its group with all others sooner than runs are merged.
     static constexpr int MOST_RANKED = 512;
 
-    // Wrong offs, which are rare: as before, from cleaned ones.
+    // Wrong offs, which are rare: the same from cleaned ones.
     template <int NUM_THREADS>
     __device__ __forceinline__ void clean(const int* offs, int num_groups, int most) {
         const int lane = threadIdx.x % 32;

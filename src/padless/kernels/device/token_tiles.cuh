@@ -48,11 +48,14 @@ struct Schedule {
 
     // One warp: ends that are not ascending, negative or above M count as the nearest that can be.
     __device__ __forceinline__ void begin(const Groups& groups, int num_blocks, int lane) {
+#pragma unroll 8
+        for (int g = lane; g < groups.num_groups; g += 32)  // all are on their way before one is needed
+            first_row[g] = groups.offs[g];
         int row = 0, tiles = 0, units = 0;
         for (int first = 0; first < groups.num_groups; first += 32) {
             const int group = first + lane;
             const bool there = group < groups.num_groups;
-            int end = there ? groups.offs[group] : 0;
+            int end = there ? first_row[group] : 0;
             end = end > groups.num_rows ? groups.num_rows : end;
             end = end > row ? end : row;
 #pragma unroll

@@ -18,6 +18,7 @@ from padless.kernels.config import (
     requirement_of,
     room_for_groups,
 )
+from padless.kernels.launch import most_tiles
 
 # Formats by the numbers of kernels/sm90_bf16/dequantize.cuh.
 FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
@@ -116,19 +117,21 @@ def select_config(
     a_format: str,
     b_format: str,
     m: int,
+    n: int,
     num_groups: int,
     *,
     blocked: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    num_sms: int = 132,
 ) -> Sm90Bf16Config:
-    """The kernel for a problem: a pure function of the formats, M and G, since the groups' sizes are on the device.
+    """The kernel for a problem: a pure function of the formats, M, N, G and the number of multiprocessors, since the
+    groups' sizes are on the device.
 
-    A tile has about as many tokens as a group. Many tokens to a tile make the weights' dequantisation, which every tile
-    does anew, cheap against the products; few leave no part of an instruction idle. FP4 weights for up to 64 tokens
-    take four warpgroups, which hide latencies that two leave open.
+    Weights are dequantised for every tile anew, so 256 of their rows to a tile are best, of 128 where otherwise half of
+    the multiprocessors had no tile. FP4 weights for up to 64 tokens take four warpgroups, which hide latencies that two
+    leave open.
     """
-    per_group = -(-m // max(min(num_groups, m), 1))
-    block_m = next((size for size in (8, 16, 32, 64) if per_group <= size), 128)
+    block_m = tokens_of_tile(m, num_groups)
     if (a_format, b_format, out_dtype) == _LARGEST:
         block_m = min(block_m, 64)
     decoding = block_m <= 32
@@ -138,6 +141,8 @@ def select_config(
         wide = decoding
     else:
         wide = block_m < 128 or out_dtype != torch.float32
+    if decoding and 2 * most_tiles(m, n, num_groups, block_m, 256) <= num_sms:
+        wide = False
     fp4 = b_format in ("MXFP4", "NVFP4")
     # 32 tokens of FP4 leave room for three stages of two blocks, 32 of bf16 for two, and 64 of FP4 for two beside an
     # output of 16 bits.
@@ -154,6 +159,20 @@ def select_config(
         max_groups=room_for_groups(num_groups),
         out_dtype=out_dtype,
     )
+
+
+# Tokens of a tile, and how many a group has then at most on average. A group of more takes several tiles, each of which
+# dequantises the weights anew; one of fewer leaves a part of every instruction idle. Routers that prefer some experts
+# give those many more than the average: of even, drawn and skewed routing these are the tiles whose worst case is best.
+_TOKENS_OF_TILE = ((8, 1.5), (16, 10), (32, 32), (64, 64))
+
+
+def tokens_of_tile(m: int, num_groups: int) -> int:
+    """block_m of a problem: 8 to 128."""
+    if num_groups == 1:
+        return next((size for size, _ in _TOKENS_OF_TILE if m <= size), 128)
+    per_group = m / max(min(num_groups, m), 1)
+    return next((size for size, most in _TOKENS_OF_TILE if per_group <= most), 128)
 
 
 def fit(

@@ -40,7 +40,10 @@ def prepare(
     device = out.device.index or 0
     if config is None:
         blocked = b.scale_layout == "blocked"
-        config = select_config(format_name(a), b.format.name, m, num_groups, blocked=blocked, out_dtype=out.dtype)
+        config = select_config(
+            format_name(a), b.format.name, m, n, num_groups, blocked=blocked, out_dtype=out.dtype,
+            num_sms=driver.num_sms(device),
+        )  # fmt: skip
     else:
         config = fit(config, a, b, out.dtype)
     kernel, function = load_kernel(driver, KERNEL, config, device)

@@ -12,11 +12,11 @@ import torch
 
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels.config import format_name
+from padless.kernels.config import format_name, room_for_groups
 from padless.kernels.epilogue_gate import SM90_BF16_MULTIPLES_OF_N
 from padless.kernels.epilogue_launch import QuantConfig, check_outputs, output_address, outputs_argument, present
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, tokens_of_tile
 from padless.kernels.sm90_bf16.host import KERNEL, operands
 from padless.layouts import plain_scale
 from padless.runtime.driver import Argument, Driver, LaunchShape
@@ -102,11 +102,11 @@ def piece_columns(epilogue: Epilogue) -> int:
 def select_tile(
     a_format: str, b_format: str, m: int, num_groups: int, epilogue: Epilogue, *, blocked: bool = False
 ) -> Sm90Bf16Config:
-    """The plain kernel's tile, or the one nearest to it that can do ``epilogue`` and leaves three stages, or two."""
+    """The tile of as many tokens as a group may have, or the nearest one that can do ``epilogue`` and leaves three
+    stages, or two."""
     dtype = epilogue.d_dtype or torch.bfloat16
-    plain = select_config(a_format, b_format, m, num_groups, blocked=blocked)
-    plain = replace(plain, out_dtype=dtype, stage_blocks=0)
-    wanted = max(plain.block_m, least_rows(epilogue))
+    wanted = max(tokens_of_tile(m, num_groups), least_rows(epilogue))
+    plain = Sm90Bf16Config(a_format, b_format, blocked=blocked, max_groups=room_for_groups(num_groups), out_dtype=dtype)
     found = []
     for block_m in [wanted, *(size for size in (64, 32) if least_rows(epilogue) <= size < wanted)]:
         few = block_m <= 32

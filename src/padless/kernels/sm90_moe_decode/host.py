@@ -11,6 +11,7 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel
 from padless.kernels.remembered import Prepared
 from padless.kernels.sm90_moe_decode.config import MOST_SHARES, LayerShape, MoeDecodeConfig
+from padless.runtime.devices import is_capturing
 from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec
 
@@ -116,7 +117,7 @@ _GUARD = threading.Lock()
 
 def is_full(device: torch.device) -> bool:
     """Whether some launch found no scratch: eager calls then go without, since they would only sometimes find it."""
-    return device in _FULL and not _is_capturing(device)
+    return device in _FULL and not is_capturing(device)
 
 
 def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.Tensor | None:
@@ -135,7 +136,7 @@ def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.
     with _GUARD:
         chunks = _CHUNKS.setdefault(device, [])
         if not chunks or _USED[device] + words > _CHUNK_WORDS:
-            if _is_capturing(device):
+            if is_capturing(device):
                 return None
             if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS:
                 _FULL.add(device)
@@ -161,7 +162,3 @@ def _scratch_at(device: torch.device, shape: LayerShape, address: int) -> int:
 def _room(scratch: torch.Tensor) -> int:
     """Words of a buffer. It does not follow from one launch's sizes: the next one may have others."""
     return (scratch.numel() - _CONTROL_WORDS) // 2
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

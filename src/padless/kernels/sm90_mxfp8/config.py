@@ -58,14 +58,14 @@ class Sm90Mxfp8Config:
 def select_config(m: int, n: int, num_groups: int, num_sms: int) -> Sm90Mxfp8Config:
     """The kernel for a problem: a pure function of M, N, G and the number of multiprocessors.
 
-    128 x 128 unless that leaves multiprocessors idle: half as wide then, and half as high too where no group can have
-    more than 64 rows on average.
+    128 x 128 unless that leaves multiprocessors idle: half as wide then, and half as high too where groups have no more
+    than 64 rows on average. 64 x 128 where they have no more than 16: what takes time there are the weights' bytes.
     """
     groups = max(1, min(num_groups, m))
     block_m = 64 if m <= 64 * groups else 128
     m_tiles = max(groups, -(-m // block_m))
     block_n = 128 if m_tiles * -(-n // 128) >= num_sms else 64
-    if block_m == 64 and block_n == 128:  # one warpgroup alone does not keep the tensor core busy
+    if block_n == 128 and m > 16 * groups:  # one warpgroup alone does not keep the tensor core busy
         block_m = 128
     return Sm90Mxfp8Config(block_m=block_m, block_n=block_n)
 

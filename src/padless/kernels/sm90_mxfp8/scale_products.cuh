@@ -71,10 +71,7 @@ __device__ __forceinline__ int tiles_before_group(const int* group_ends, int g, 
     int tiles = 0;
     for (int h = lane; h < g; h += 32)
         tiles += (group_ends[h] - (h == 0 ? 0 : group_ends[h - 1]) + 127) / 128;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        tiles += __shfl_xor_sync(0xffffffff, tiles, distance);
-    return tiles;
+    return sum_of_lanes(tiles);
 }
 
 // --- scales in shared memory

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, CudnnRequest
+from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, CudnnRequest, SwigluRequest
 from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
@@ -211,12 +211,14 @@ class Outputs:
 
 def run_problem(problem: EpilogueProblem, device: str, backend: BackendName | None) -> Outputs:
     """The call as its arguments resolve to it, into guarded outputs."""
-    request = CudnnRequest(
+    options: dict[str, Any] = {k: moved(v, device) for k, v in problem.options.items()}
+    if problem.gate_up is not None:
+        options["gate_up"] = problem.gate_up
+    request = (CudnnRequest if problem.gate_up is None else SwigluRequest)(
         a_tensor=moved(problem.a, device),
         b_tensor=moved(problem.b, device),
         padded_offsets=problem.offs.to(device),
-        gate_up=problem.gate_up,
-        **{k: moved(v, device) for k, v in problem.options.items()},
+        **options,
     )
     call = request.resolve()
     guarded = GuardedOutputs(problem, call.epilogue, device)

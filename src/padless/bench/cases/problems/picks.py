@@ -145,7 +145,7 @@ def picked(point: PicksPoint, tokens: int, num_sms: int) -> Any:
         return select_fp8(Problem(p.rows, p.n, p.k, p.groups, num_sms=num_sms))
     if kind.a == "MXFP8":
         return select_mxfp8(p.rows, p.n, p.groups, num_sms)
-    return select_bf16(kind.a, kind.b, p.rows, p.groups)
+    return select_bf16(kind.a, kind.b, p.rows, p.n, p.groups, num_sms=num_sms)
 
 
 def legal(config: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from padless.runtime.devices import on_device_of
 from padless.verify.fuzz.states.layers import Layer, core_of
 from padless.verify.fuzz.states.sequence import Operation, table
 
@@ -184,8 +185,8 @@ def storage_freed(layer: Layer, r: random.Random) -> None:
     """As FSDP does it: memory given back between steps, and filled anew."""
     parameter = layer.parameter(r)
     storage, values = parameter.untyped_storage(), layer.values(parameter.detach(), r)
-    if not storage.resizable():
-        return
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+        return  # torch ends the process that resizes what was once shared with others
     size = storage.size()
     storage.resize_(0)
     if r.random() < 0.5:
@@ -197,15 +198,24 @@ def storage_freed(layer: Layer, r: random.Random) -> None:
 
 def numpy_write(layer: Layer, r: random.Random) -> None:
     """By NumPy, which shares the memory."""
-    parameter = layer.parameter(r).detach()
-    bits = parameter.view(torch.int16 if parameter.element_size() == 2 else torch.int32).numpy()
-    np.bitwise_xor(bits, np.array(1 << (8 * parameter.element_size() - 1)).astype(bits.dtype), out=bits)  # signs
+    _flip_signs(_as_integers(layer.parameter(r)))
     layer.uncounted()
+
+
+def _as_integers(parameter: torch.Tensor) -> Any:
+    """A parameter's memory in NumPy."""
+    return parameter.detach().view(torch.int16 if parameter.element_size() == 2 else torch.int32).numpy()
+
+
+def _flip_signs(bits: Any) -> None:
+    np.bitwise_xor(bits, np.array(1 << (8 * bits.itemsize - 1)).astype(bits.dtype), out=bits)
 
 
 def dlpack_write(layer: Layer, r: random.Random) -> None:
     """By another tensor of the memory, as a library that takes DLPack has it."""
-    torch.from_dlpack(layer.parameter(r).detach()).mul_(-1)
+    values = layer.parameter(r).detach()
+    with on_device_of(values):  # torch exports what is on the current GPU alone
+        torch.from_dlpack(values).mul_(-1)
     layer.uncounted()
 
 
@@ -294,16 +304,16 @@ def swapped_tensors(layer: Layer, r: random.Random) -> None:
 def other_process(layer: Layer, r: random.Random) -> None:
     """A process that shares the memory writes it."""
     layer.module.share_memory()
-    array = layer.parameter(r).detach().view(torch.uint8).numpy() if layer.is_plain else None
-    if array is None:
+    if not layer.is_plain:
         return
+    bits = _as_integers(layer.parameter(r))
     layer.uncounted()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking with threads around: the child runs no torch
         child = os.fork()
     if child == 0:
         try:
-            array[..., -1] ^= 0x80  # signs of every last number
+            _flip_signs(bits)
         finally:
             os._exit(0)
     os.waitpid(child, 0)

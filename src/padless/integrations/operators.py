@@ -1,7 +1,11 @@
-"""Products that quantize their left side, as torch.library operators: `project` of groups of rows and `dense`."""
+"""Products that quantize their left side, as torch.library operators: `project` of groups of rows and `dense`.
+
+They have no derivative: `without_backward` says so when one is asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,3 +87,27 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     """t, contiguous and, on a GPU, at a multiple of 16 bytes, where the kernels read it: a copy where it is not."""
     t = t.contiguous()
     return t.clone() if t.is_cuda and t.data_ptr() % 16 != 0 else t
+
+
+# --- gradients -------------------------------------------------------------------------------------------
+
+
+def without_backward(run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    """run(*arguments); where an argument requires grad, the result does too, and its backward raises."""
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in arguments)
+    if not needs_grad or torch.compiler.is_compiling():
+        return run(*arguments)
+    result: torch.Tensor = _WithoutBackward.apply(run, *arguments)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithoutBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        return run(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            "padless computes no gradients of quantized layers; train with another experts_implementation"
+        )
