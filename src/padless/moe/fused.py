@@ -52,12 +52,17 @@ def gate_rule_of(activation: Activation) -> GateRule | None:
 
 @lru_cache(maxsize=64)
 def epilogue_of(
-    gate_up: str, has_bias: bool, format: BlockScaledFormat | None, gate_rule: GateRule | None = None
+    gate_up: str,
+    has_bias: bool,
+    format: BlockScaledFormat | None,
+    gate_rule: GateRule | None = None,
+    has_row_weights: bool = False,
 ) -> Epilogue:
     """SwiGLU, quantized to format with scales that the next product reads, or rounded to bfloat16 for None."""
     if format is None:
         return Epilogue(
             bias=has_bias,
+            prob=has_row_weights,
             activation=f"swiglu_{gate_up}",
             gate_rule=gate_rule,
             gate_in_bf16=True,
@@ -65,6 +70,7 @@ def epilogue_of(
         )
     return Epilogue(
         bias=has_bias,
+        prob=has_row_weights,
         activation=f"swiglu_{gate_up}",
         gate_rule=gate_rule,
         gate_in_bf16=True,
@@ -85,15 +91,18 @@ def swiglu(
     format: BlockScaledFormat | None,
     global_scale: torch.Tensor | None,
     backend: BackendName | None,
+    row_weights: torch.Tensor | None = None,
 ) -> BlockScaledTensor | torch.Tensor:
     """silu(gate) * up of a @ weights of its group (+ bias), (M, N / 2), as `padless.grouped_gemm_swiglu_quant`.
 
     bias: (G, N); in another dtype than float32 it is converted first. global_scale: NVFP4's, one value or (G,).
+    row_weights: (M,) float32, contiguous, that the activated rows are multiplied by.
     """
-    epilogue = epilogue_of(gate_up, bias is not None, format, gate_rule)
+    epilogue = epilogue_of(gate_up, bias is not None, format, gate_rule, row_weights is not None)
     m, (num_groups, n, _) = a.shape[0], weights.data.shape
     numbers = EpilogueTensors(
         bias=None if bias is None else bias.to(torch.float32).contiguous(),
+        prob=row_weights,
         global_scale=None if global_scale is None else global_scale.reshape(-1),
     )
     tensors = with_outputs(epilogue, numbers, m, n, num_groups, a.device)
@@ -132,5 +141,5 @@ def _launch(
         return prepare(a, weights, offs, epilogue, tensors, "cuda", None)
 
     t = tensors
-    facts = facts_of((epilogue,), a, weights, offs, t.bias, t.global_scale, t.d, t.row_codes, t.row_scale)
+    facts = facts_of((epilogue,), a, weights, offs, t.bias, t.prob, t.global_scale, t.d, t.row_codes, t.row_scale)
     launch_remembered(facts, pack, offs)
