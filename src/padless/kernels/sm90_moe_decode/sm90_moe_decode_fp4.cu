@@ -102,17 +102,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         mbarrier_wait(routed, 0);
         clear_old_rows(shared, problem, lane);
     } else {
-        const int thread = warp * 32 + lane;
         const WeightMaps maps{map_w13, map_w2, map_w13_scale, map_w2_scale};
         mbarrier_wait(routed, 0);
         WeightLoader loader(shared, problem, layout, maps, warp, lane);
         for (int s = 0; s < stages; ++s) loader.load_stage();
-        fill_x(problem, layout, thread);
+        fill_x(problem, layout, warp, lane);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         Consumer consumer{shared, problem, layout, loader, warp, lane};
         first_product(consumer);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);  // rows of x are read no more
-        fill_hidden(shared, problem, layout, thread);
+        fill_hidden(shared, problem, layout, warp, lane);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         second_product(consumer);
     }
