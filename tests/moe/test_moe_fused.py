@@ -10,7 +10,7 @@ import torch
 
 from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
 from padless.kernels import remembered
-from padless.moe import Activation, activate_quantize, fused
+from padless.moe import Activation, activate_quantize, fused, ops
 from padless.moe.layer import ACTIVATIONS, Projection, gathered
 from padless.runtime import driver
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
@@ -29,14 +29,27 @@ def operands(pair: Any) -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
-def test_bits_of_two_launches(pair: Any, has_bias: bool, gate_up: str) -> None:
+def test_bits_of_two_launches(pair: Any, has_weights: bool, has_bias: bool, gate_up: str) -> None:
     a, w, offs, format = operands(pair)
     bias = torch.randn(5, 256).bfloat16() if has_bias else None
     scale = torch.tensor([0.02]) if format == NVFP4 else None
-    got = fused.swiglu(a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None)
+    weights = torch.randn(a.shape[0]) if has_weights else None
+    got = fused.swiglu(
+        a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None, row_weights=weights
+    )
     product = Projection(w, bias, None).product(a, offs)
-    want = activate_quantize(product, Activation(gate_up=gate_up), format, global_scale=scale, offs=offs)
+    name, rule = ("BF16", "") if format is None else (format.name, fused.SCALE_RULES.get(format.name, "rceil"))
+    activated = ops.call(
+        "activate_quantize", product, "swiglu", gate_up, 1.0, None, 0.0, name, rule, "plain", scale, offs, weights
+    )
+    want: Any = activated[0]
+    if format is not None:
+        want = BlockScaledTensor(want.view(format.data_dtype), activated[1], format, scale)
+    if not has_weights:
+        same = activate_quantize(product, Activation(gate_up=gate_up), format, global_scale=scale, offs=offs)
+        assert torch.equal(bits(getattr(same, "data", same)), bits(getattr(want, "data", want)))
     end = int(offs[-1])
     if isinstance(got, BlockScaledTensor):
         assert isinstance(want, BlockScaledTensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from padless.epilogue import Epilogue
+from padless.epilogue import Epilogue, GateRule
 
 # What N has to be a multiple of, by `Epilogue.order`: 16 bytes of D; gate and up in runs of 32 columns, or in halves of
 # 16 bytes. In the FP8 kernel each half has whole blocks of scales. Hopper's kernel of FP4 weights takes gate and up that
@@ -21,12 +21,18 @@ def activation_constants(epilogue: Epilogue) -> list[str]:
     if epilogue.activation not in ("none", "swiglu"):
         lines.append(f"#define ACTIVATION {epilogue.activation}")
         lines += [] if epilogue.is_glu else ["#define ACTIVATES_SUMS 1"]
-    if (rule := epilogue.gate_rule) is not None:
-        limit = float("inf") if rule.limit is None else rule.limit
-        named = {"GATE_ALPHA": rule.alpha, "GATE_LIMIT": limit, "UP_OFFSET": rule.up_offset}
-        bits = {name: struct.unpack("<I", struct.pack("<f", value))[0] for name, value in named.items()}
-        lines += [f"#define {name} __uint_as_float({value:#010x}u)" for name, value in bits.items()]
+    lines += gate_constants(epilogue.gate_rule)
     return [*lines, "#define GATE_IN_BF16 1"] if epilogue.gate_in_bf16 else lines
+
+
+def gate_constants(rule: GateRule | None) -> list[str]:
+    """Those of them that a rule makes; none for the plain SwiGLU."""
+    if rule is None:
+        return []
+    limit = float("inf") if rule.limit is None else rule.limit
+    named = {"GATE_ALPHA": rule.alpha, "GATE_LIMIT": limit, "UP_OFFSET": rule.up_offset}
+    bits = {name: struct.unpack("<I", struct.pack("<f", value))[0] for name, value in named.items()}
+    return [f"#define {name} __uint_as_float({value:#010x}u)" for name, value in bits.items()]
 
 
 def check_gate_up(epilogue: Epilogue, multiples: Mapping[str, int]) -> int:

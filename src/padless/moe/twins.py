@@ -113,9 +113,13 @@ def tokens_of(inverse: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def activated(x: torch.Tensor, activation: Activation, *, in_bfloat16: bool) -> torch.Tensor:
-    """The activation of x, float32 or rounded to bfloat16."""
+def activated(
+    x: torch.Tensor, activation: Activation, row_weights: torch.Tensor | None = None, *, in_bfloat16: bool
+) -> torch.Tensor:
+    """The activation of x (M, N), times row_weights (M,) float32 if given; float32 or rounded to bfloat16."""
     values = activate(x, activation)
+    if row_weights is not None:
+        values = values * row_weights[:, None]
     return values.to(torch.bfloat16) if in_bfloat16 else values
 
 
