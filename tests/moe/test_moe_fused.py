@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
+from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm, quantize
 from padless.kernels import remembered
 from padless.moe import Activation, activate_quantize, fused, ops
 from padless.moe.layer import ACTIVATIONS, Projection, gathered
@@ -58,6 +58,26 @@ def test_bits_of_two_launches(pair: Any, has_weights: bool, has_bias: bool, gate
         assert got.scale.stride() == want.scale.stride()
     else:
         assert torch.equal(got[:end], want[:end])
+
+
+def test_weighted_rows_of_hoppers_kernel() -> None:
+    """In the emulator: the launch's codes and scales are those of its product, activated, weighted and quantized."""
+    g = torch.Generator().manual_seed(2)
+    a = quantize(torch.randn(37, 128, generator=g), FP8_BLOCK)
+    w = quantize(torch.randn(3, 256, 128, generator=g) / 11, FP8_BLOCK, kind="weight")
+    offs, weights = torch.tensor([20, 20, 33], dtype=torch.int32), torch.randn(37, generator=g)
+    how: Any = {"gate_up": "concatenated", "bias": None, "format": FP8_BLOCK, "global_scale": None}
+    product = grouped_gemm(a, w, offs, backend="emulator")
+    codes = []
+    for given in (weights, None):
+        got = fused.swiglu(a, w, offs, backend="emulator", row_weights=given, **how)
+        activated = ("swiglu", "concatenated", 1.0, None, 0.0, "FP8_BLOCK", "", "plain", None, None, given)
+        data, scale = ops.call("activate_quantize", product, *activated)
+        assert isinstance(got, BlockScaledTensor)
+        assert torch.equal(bits(got.data[:33]), data[:33])
+        assert torch.equal(got.scale[:33], scale[:33])
+        codes.append(data)
+    assert not torch.equal(codes[0][:33], codes[1][:33])
 
 
 class Launches:
