@@ -97,7 +97,14 @@ SUBJECTS: dict[str, Subject] = {
         layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine
     ),
     "moe.decode": Subject(
-        decode.constants, decode.rest, decode.judge_decode, 4, 3, ("reference", "sm_90a"), emulated=True
+        decode.constants,
+        decode.rest,
+        decode.judge_decode,
+        4,
+        3,
+        ("reference", "sm_90a"),
+        emulated=True,
+        lines=decode.lines,
     ),
     "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
 }
