@@ -19,7 +19,7 @@ SECOND_HALF = "mma_m16n8k16_bf16(d, a[1], x[2], x[3]);"
 ROUNDED = "__uint_as_float(cvt_bf16x2(0.0f, d[2 + j]))"
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
-IMPATIENT = MoeDecodeFp4Config(gate_rule_of(GPT_OSS), spin_limit=5000)
+IMPATIENT = MoeDecodeFp4Config(gate_rule_of(GPT_OSS), spin_limit=50000)
 
 BUGS: tuple[Bug, ...] = (
     # ---- from CTA to CTA, and from launch to launch
