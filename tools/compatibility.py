@@ -279,8 +279,9 @@ def _missing_rows() -> Iterator[tuple[str, ...]]:
 
 def _framework_rows() -> Iterator[tuple[str, ...]]:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for framework in ("transformers", "vllm", "sglang", "torchtitan", "torchao"):
-        asked = extras[framework][0].removeprefix(framework)
+    for framework in ("transformers", "vllm", "sglang", "torchtitan", "megatron", "torchao"):
+        asked = extras[framework][0]
+        asked = asked[asked.index(">") :]
         other = said_of_version(framework, "0.1.0")
         yield framework, f"`{asked}`", said_without(framework), other or "refused by pip alone"
 
