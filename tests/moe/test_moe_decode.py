@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from padless import MXFP8, quantize
+from padless import MXFP4, MXFP8, BlockScaledTensor, quantize
 from padless.emulator.fake_driver import emulated_driver
-from padless.kernels.sm90_moe_decode import host
+from padless.kernels.sm90_moe_decode import host, host_fp4
 from padless.kernels.sm90_moe_decode.config import LayerShape
+from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
+from padless.layouts import plain_scale
 from padless.moe import decode, moe
+from support import moe_decode_fp4_cases as fp4
 from support.moe_decode_cases import draw_tokens, draw_weights, several_launches
 
 WEIGHTS = draw_weights(3, 128, 128, seed=4)
@@ -25,14 +29,18 @@ def call(tokens: Any, weights: Any = WEIGHTS, **more: Any) -> torch.Tensor:
 
 
 def launches_of(tokens: Any, weights: Any = WEIGHTS, **more: Any) -> int:
-    """How often the kernel was prepared; nothing is computed."""
+    """How often a kernel was prepared; nothing is computed."""
     with (
         mock.patch.object(host, "prepare") as prepare,
+        mock.patch.object(host_fp4, "prepare") as prepare_fp4,
         mock.patch("padless.moe.layer.gathered", side_effect=InterruptedError),
         suppress(InterruptedError),
     ):
-        call(tokens, weights, **more)
-    return prepare.call_count
+        if isinstance(weights, fp4.Fp4Weights):
+            fp4.call(weights, tokens, fp4.GPT_OSS, **more)
+        else:
+            call(tokens, weights, **more)
+    return prepare.call_count + prepare_fp4.call_count
 
 
 def test_few_tokens_are_one_launch_with_the_bits_of_several() -> None:
@@ -75,6 +83,55 @@ def test_what_is_one_launch() -> None:
         assert launches_of(other, out_dtype=torch.bfloat16) == 0, name
     w13, w2 = (quantize(torch.randn(3, n, 128), MXFP8, kind="weight") for n in (256, 128))
     assert launches_of(tokens, type(WEIGHTS)(w13, w2, "concatenated")) == 0
+
+
+FP4_WEIGHTS = fp4.draw_fp4_weights(3, 96, 64, seed=3)
+
+
+def test_few_tokens_with_fp4_weights_are_one_launch_with_the_bits_of_several() -> None:
+    tokens = draw_tokens(FP4_WEIGHTS, 2, 2, 1, shared=True)
+    want = fp4.several_launches(FP4_WEIGHTS, tokens)
+    with (
+        emulated_driver().configured(num_sms=2),
+        mock.patch.object(decode, "MOST_FP4_TOKENS", 2),
+        mock.patch.object(host_fp4, "prepare", wraps=host_fp4.prepare) as prepare,
+    ):
+        out = fp4.call(FP4_WEIGHTS, tokens, fp4.GPT_OSS)
+    assert prepare.call_count == 1
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+def test_what_is_one_launch_with_fp4_weights() -> None:
+    tokens = draw_tokens(FP4_WEIGHTS, 1, 2, 1, shared=True)
+    one: dict[str, dict[str, Any]] = {
+        "gpt-oss": {},
+        "plain SwiGLU": {"alpha": 1.0, "limit": None, "up_offset": 0.0},
+        "no bias": {"bias13": None, "bias2": None},
+    }
+    several: dict[str, dict[str, Any]] = {
+        "another activation": {"activation": "geglu", "alpha": 1.0},
+        "concatenated": {"gate_up": "concatenated"},
+        "quantized activations": {"activations": MXFP8},
+        "a bias in bfloat16": {"bias13": torch.zeros(3, 128).bfloat16()},
+        "a float32 result": {"out_dtype": torch.float32},
+        "the reference": {"backend": "reference"},
+        "Blackwell": {"backend": "emulator:sm_100a"},
+        "shared in float32": {"shared": torch.zeros(1, 96)},
+    }
+    for name, more in (one | several).items():
+        assert launches_of(tokens, FP4_WEIGHTS, **more) == (name in one), name
+    assert launches_of(draw_tokens(FP4_WEIGHTS, decode.MOST_FP4_TOKENS, 2, 1), FP4_WEIGHTS) == 1
+    assert launches_of(draw_tokens(FP4_WEIGHTS, decode.MOST_FP4_TOKENS + 1, 2, 1), FP4_WEIGHTS) == 0
+    w13 = BlockScaledTensor(FP4_WEIGHTS.w13.data, plain_scale(FP4_WEIGHTS.w13).contiguous(), MXFP4)
+    plain = replace(FP4_WEIGHTS, w13=w13)
+    assert launches_of(tokens, plain) == 0, "plain scales"
+
+
+def test_fp4_weights_that_do_not_fit_are_several_launches() -> None:
+    assert not Fp4LayerShape(4, 8, 2, 2880, 2880, 132).fits
+    tokens = draw_tokens(FP4_WEIGHTS, 2, 2, 1)
+    with mock.patch.object(Fp4LayerShape, "fits", False):
+        assert launches_of(tokens, FP4_WEIGHTS) == 0
 
 
 @pytest.mark.parametrize(

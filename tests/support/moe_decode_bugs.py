@@ -6,10 +6,10 @@ from padless.kernels.sm90_moe_decode.config import MoeDecodeConfig
 from support.planted_bugs import Bug
 
 FOLDER = "sm90_moe_decode/"
-MAIN, STORAGE, ROUTE, SHARE, LOAD, CODES, MULTIPLY, CONSUME = (
+MAIN, COMMON, ROUTE, SHARE, LOAD, CODES, MULTIPLY, CONSUME = (
     FOLDER + name
     for name in (
-        "sm90_moe_decode.cu", "storage.cuh", "route.cuh", "share.cuh", "load.cuh", "codes.cuh", "multiply.cuh",
+        "sm90_moe_decode.cu", "common.cuh", "route.cuh", "share.cuh", "load.cuh", "codes.cuh", "multiply.cuh",
         "consume.cuh",
     )
 )  # fmt: skip
@@ -46,7 +46,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the buffers' distance is this launch's",
         (),
-        ((STORAGE, "(launch & 1) * room;", "(launch & 1) * (slots() * i);"),),
+        ((COMMON, "(launch & 1) * room;", "(launch & 1) * (slots() * i);"),),
     ),
     Bug("no griddepcontrol.wait", ("grid-dependency",), ((MAIN, "griddepcontrol_wait();", ""),), quick=True),
     # ---- inside of a CTA
@@ -75,15 +75,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "slots in another order",
         (),
-        ((CONSUME, "const int slot = token * p.top_k + j,", "const int slot = token * p.top_k + p.top_k - 1 - j,"),),
+        ((COMMON, "const int slot = token * p.top_k + j,", "const int slot = token * p.top_k + p.top_k - 1 - j,"),),
     ),
-    Bug("shared first", (), ((CONSUME, "float total = 0.0f;", "float total = shared_value; shared_value = 0.0f;"),)),
+    Bug("shared first", (), ((COMMON, "float total = 0.0f;", "float total = shared_value; shared_value = 0.0f;"),)),
     Bug(
         "a fused sum of slots",
         (),
         (
             (
-                CONSUME,
+                COMMON,
                 "__fadd_rn(total, __fmul_rn(shared.slot_weight[slot], y));",
                 "fmaf(shared.slot_weight[slot], y, total);",
             ),

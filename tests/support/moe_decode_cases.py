@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -14,6 +14,15 @@ from padless.kernels.sm90_moe_decode import host
 from padless.moe import decode, moe
 
 GUARD = 64  # values on either side of an output
+
+
+class HasExperts(Protocol):
+    """Weights of a layer's experts, in any format."""
+
+    @property
+    def w13(self) -> BlockScaledTensor: ...
+    @property
+    def experts(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def draw_weights(experts: int, h: int, i: int, gate_up: str = "concatenated", se
 
 
 def draw_tokens(
-    weights: Weights, tokens: int, top_k: int, seed: int = 0, *, shared: bool = False, kind: str = "any"
+    weights: HasExperts, tokens: int, top_k: int, seed: int = 0, *, shared: bool = False, kind: str = "any"
 ) -> Tokens:
     """Random tokens, the last of which is 0 where there are several.
 
@@ -56,7 +65,7 @@ def draw_tokens(
         "one": all the same.
     """
     g = torch.Generator().manual_seed(1000 + seed)
-    h, experts = weights.w13.data.shape[2], weights.experts
+    h, experts = weights.w13.logical_shape[2], weights.experts
     x = torch.randn(tokens, h, generator=g) * (torch.rand(tokens, 1, generator=g) + 0.2)
     if tokens > 1:
         x[-1] = 0.0

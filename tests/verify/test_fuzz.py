@@ -12,7 +12,7 @@ import torch
 
 from padless.formats import BlockScaledTensor
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training
+from padless.verify.fuzz import decode, epilogues, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
@@ -302,6 +302,7 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         lambda right: lambda y, inverse, weights, *rest, **kw: right(y, inverse, None, *rest, **kw),
     ),
     "the shared expert": ("moe.moe", layers.moe, "moe", forgets("shared")),
+    "the shared expert of few tokens": ("moe.decode", decode.moe, "moe", forgets("shared")),
     "a bias of the layer": ("moe.moe", layers.moe, "moe", forgets("bias2")),
 }
 

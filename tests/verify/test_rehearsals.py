@@ -54,7 +54,7 @@ def listed(name: str, gpu: Gpu = H200) -> set[Kernel]:
 SLOW = ("accuracy", "repeats agree", "chains", "training layer")
 # A part of so many, without the reference of the tensor core's arithmetic, which is slow. "two devices" is made of the
 # others.
-PARTS = {"weight gradients": 48, "bf16 weight gradients": 48, "bf16 products": 48}
+PARTS = {"weight gradients": 48, "bf16 weight gradients": 48, "bf16 products": 48, "layers in one launch": 9}
 LOOKED_AT = [name for name in jobs_of(H200) if name != "two devices"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -14,6 +13,8 @@ from padless.checkpoints import from_deepseek, from_torch
 from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
+from padless.runtime.architecture import BLACKWELL
+from padless.runtime.devices import kernels_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,16 +98,9 @@ def activations_for(weights: BlockScaledTensor) -> str:
     """
     if weights.format not in (MXFP4, NVFP4):
         return ACTIVATIONS[weights.format].name
-    on_blackwell = weights.device.type == "cuda" and capability(weights.device.index or 0) >= (10, 0)
-    if not on_blackwell:
+    if kernels_for(weights.device) != BLACKWELL.name:
         return BF16
     return "MXFP8" if weights.format == MXFP4 else weights.format.name
-
-
-@lru_cache(maxsize=16)
-def capability(index: int) -> tuple[int, int]:
-    """Compute capability of a GPU."""
-    return torch.cuda.get_device_capability(index)
 
 
 class Derived(Protocol):

@@ -7,21 +7,27 @@ import torch
 from padless.arguments import is_one_of
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.remembered import Prepared, facts_of, launch_remembered
-from padless.kernels.sm90_moe_decode import host
+from padless.kernels.sm90_moe_decode import host, host_fp4
 from padless.kernels.sm90_moe_decode.config import LayerShape
+from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.moe.activation import Activation
+from padless.moe.fused import gate_rule_of
+from padless.runtime.architecture import HOPPER
 from padless.runtime.choices import BackendName
 from padless.runtime.devices import chosen_backend, device_of
 
 # Where one launch is faster than several, as measured on an H200: up to so many tokens whose hidden rows have at most so
 # many values, and rows of x so many columns; a token alone always.
 MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 3 << 14, 4096
+MOST_FP4_TOKENS = 1  # with FP4 weights
 
 SPIN_LIMIT = 0  # turns of a wait for other CTAs after which a launch traps instead of hanging; 0 is none
 
 
-def is_faster(shape: LayerShape) -> bool:
+def is_faster(shape: LayerShape | Fp4LayerShape) -> bool:
     """Whether moe() computes such a layer in one launch, if it can."""
+    if isinstance(shape, Fp4LayerShape):
+        return shape.tokens <= MOST_FP4_TOKENS
     if shape.tokens == 1:
         return True
     return shape.tokens <= MOST_TOKENS and shape.hidden_words <= MOST_HIDDEN and shape.h <= MOST_COLUMNS
@@ -36,32 +42,50 @@ def moe_in_one_launch(
     *,
     activation: Activation,
     format: BlockScaledFormat | None,
-    has_bias: bool,
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
     shared: torch.Tensor | None,
     out_dtype: torch.dtype,
     backend: BackendName | None,
+    only_if_faster: bool = True,
 ) -> torch.Tensor | None:
     """`padless.moe.moe` of checked arguments with at least one token; None where its several launches are to compute it.
 
-    It takes FP8_BLOCK weights and activations and plain SwiGLU of concatenated or interleaved gate and up, no bias, on
-    Hopper, where `is_faster`.
+    On Hopper, where `is_faster` unless ``only_if_faster`` is False, it takes FP8_BLOCK weights and activations and plain
+    SwiGLU of concatenated or interleaved gate and up, no bias; and MXFP4 weights with blocked scales, bfloat16
+    activations (``format`` None) and any SwiGLU of alternating gate and up, with float32 biases or without.
     """
-    shape = host.shape_of(top_k_index, w2)
-    if not is_faster(shape) or host.is_full(x.device):
+    if (only_if_faster and top_k_index.shape[0] > max(MOST_TOKENS, MOST_FP4_TOKENS)) or host.is_full(x.device):
         return None
     backend = chosen_backend(backend, x)
+    is_fp4 = format is None
     if (
         not is_one_of(backend, ("cuda", "emulator"))
-        or format != FP8_BLOCK
-        or has_bias
         or out_dtype != torch.bfloat16
+        or activation.kind != "swiglu"
+        or (activation.gate_up == "alternating") != is_fp4
+    ):
+        return None
+    if is_fp4:
+        if not host_fp4.takes(x, top_k_index, top_k_weights, w13, w2, bias13, bias2, shared):
+            return None
+    elif (
+        format != FP8_BLOCK
         or not activation.is_plain_swiglu
-        or activation.gate_up == "alternating"
+        or bias13 is not None
+        or bias2 is not None
         or not host.takes(x, top_k_index, top_k_weights, w13, w2, shared)
     ):
         return None
     driver = device_of(backend, x)
-    if driver.arch != "sm_90a":
+    if driver.arch != HOPPER.name:
+        return None
+    shape: LayerShape | Fp4LayerShape = (
+        host_fp4.shape_of(top_k_index, w2, driver.num_sms(x.device.index or 0))
+        if is_fp4
+        else host.shape_of(top_k_index, w2)
+    )
+    if not shape.fits or (only_if_faster and not is_faster(shape)):
         return None
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     scratch = host.scratch_for(out.device, out.data_ptr(), shape)
@@ -69,12 +93,18 @@ def moe_in_one_launch(
         return None
 
     def pack() -> Prepared:
+        if is_fp4:
+            return host_fp4.prepare(
+                driver, x, top_k_index, top_k_weights, w13, w2, bias13, bias2, shared, out, scratch,
+                gate_rule=gate_rule_of(activation), spin_limit=SPIN_LIMIT,
+            )  # fmt: skip
         return host.prepare(
             driver, x, top_k_index, top_k_weights, w13, w2, shared, out, scratch,
             interleaved=activation.gate_up == "interleaved", spin_limit=SPIN_LIMIT,
         )  # fmt: skip
 
-    options = ("moe in one launch", activation.gate_up, SPIN_LIMIT)
-    facts = facts_of(options, x, top_k_index, top_k_weights, w13, w2, shared, out) if backend == "cuda" else None
+    options = ("moe in one launch", activation, SPIN_LIMIT)
+    tensors = (x, top_k_index, top_k_weights, w13, w2, bias13, bias2, shared, out)
+    facts = facts_of(options, *tensors) if backend == "cuda" else None
     launch_remembered(facts, pack, out)
     return out

@@ -236,8 +236,7 @@ def _forward(
     format = FORMAT_BY_NAME.get(activations)
     out = moe_in_one_launch(
         x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
-        has_bias=first.bias is not None or second.bias is not None, shared=shared, out_dtype=out_dtype,
-        backend=first.backend,
+        bias13=first.bias, bias2=second.bias, shared=shared, out_dtype=out_dtype, backend=first.backend,
     )  # fmt: skip
     if out is not None:
         return out

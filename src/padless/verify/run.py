@@ -67,6 +67,7 @@ _HOPPERS: dict[str, Check] = {
     "weight gradients": lines.check_of("grouped_gemm_wgrad"),
     "bf16 weight gradients": lines.check_of("plain.grouped_gemm_wgrad"),
     "bf16 products": lines.check_of("plain.grouped_gemm"),
+    "layers in one launch": lines.check_of("moe.decode"),
     "training layer": training.CHECK,
     "training layer in graphs": graphs.CHECK,
 }

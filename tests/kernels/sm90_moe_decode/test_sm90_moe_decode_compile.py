@@ -32,7 +32,7 @@ def test_a_kernel_compiles_into_what_it_should(most_tokens: int, tmp_path: Path)
 
 
 def test_constants_are_those_of_the_device() -> None:
-    text = jit.sources()["sm90_moe_decode/storage.cuh"]
+    text = "".join(jit.sources()[f"sm90_moe_decode/{name}.cuh"] for name in ("common", "storage"))
     names = {
         "POOL_BYTES": "POOL_BYTES",
         "STAGES": "MOST_STAGES",

@@ -2,8 +2,6 @@
 // rows. The consumer warps do this, all of them, before they multiply. Bits are those of quantize: device/quant_rules.cuh.
 #pragma once
 
-constexpr int CODES_BARRIER = 1;  // of the consumers: what was written is there for all of them
-
 // K block `kb`, row `row` of `rows`: where byte `byte` of its 128 is.
 __device__ __forceinline__ uint32_t code_address(uint32_t codes, int rows, int kb, int row, int byte) {
     return codes + kb * rows * BLOCK_K + swizzle_128b(row, byte / 16) + byte % 16;

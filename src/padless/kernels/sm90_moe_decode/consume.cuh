@@ -2,11 +2,6 @@
 // columns of the second product with all experts, which the two warpgroups of a CTA add up for every token.
 #pragma once
 
-// Row of token `token` with the expert of number `number`, -1 where it has none.
-__device__ __forceinline__ int row_of_token(uint32_t tokens, int first_row, int token) {
-    return tokens >> token & 1 ? first_row + __popc(tokens & ((1u << token) - 1)) : -1;
-}
-
 // A warp's unit of the first product: 8 activated columns of an expert.
 struct FirstUnit {
     uint32_t tokens = 0;  // none: there is no such unit
@@ -36,7 +31,7 @@ __device__ __forceinline__ void store_hidden(const Problem& p, const FirstUnit& 
         gate[n] = d[n / 2 * 4 + n % 2];
         up[n] = d[n / 2 * 4 + 2 + n % 2];
     }
-    swiglu(gate, up);
+    activate(gate, up);
     uint32_t* hidden = p.hidden(launches) + unit.column + lane / 4;
 #pragma unroll
     for (int n = 0; n < MOST_TOKENS / 4; ++n) {
@@ -109,20 +104,6 @@ __device__ __forceinline__ void stripe_tile_of(int eights, Arguments&... argumen
     }
 }
 
-// One output: the k slots of a token in their order, `shared_value` last, rounded once.
-__device__ __forceinline__ float sum_of_slots(const SharedStorage& shared, const Problem& p,
-                                              const Layout& layout, int parity, int token, int column,
-                                              float shared_value) {
-    float total = 0.0f;
-    for (int j = 0; j < p.top_k; ++j) {
-        const int slot = token * p.top_k + j, row = shared.row_of_slot[slot];
-        if (row < 0) continue;
-        const float y = cvt_f32_bf16(ld_shared_u16(layout.result(p, parity, row, column)));
-        total = __fadd_rn(total, __fmul_rn(shared.slot_weight[slot], y));
-    }
-    return p.shared == nullptr ? total : __fadd_rn(total, shared_value);
-}
-
 __device__ __forceinline__ const float* stripe_scales(const SharedStorage& shared, const Problem& p,
                                                       int stripe, int number) {
     if (number >= shared.num_hit || stripe >= p.stripes()) return nullptr;
@@ -162,7 +143,8 @@ __device__ __forceinline__ void second_product(SharedStorage& shared, const Prob
             }
             bar_sync(CODES_BARRIER, NUM_CONSUMERS);
             if (token < p.tokens) {
-                const float sum = sum_of_slots(shared, p, layout, parity, token, column, shared_value);
+                const float sum =
+                    sum_of_slots(shared, p, layout.result(p, parity, 0, column), token, shared_value);
                 p.out[at] = static_cast<uint16_t>(cvt_bf16x2(sum, 0.0f));
             }
             parity ^= 1;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -75,11 +76,11 @@ def prepare(
     pointers = (w13.scale, w2.scale, x, shared, ids, weights, out)
     integers = (
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i, run),
-        *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, _room(scratch)),
+        *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, room_of(scratch)),
     )
     arguments: list[Argument] = [driver.encode(_gate_up_map(w13.data, run)), driver.encode(_stripe_map(w2.data))]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
-    arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(_scratch_at, out.device, shape)), 8)]
+    arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]
     arguments += [(value, 4) for value in integers]
     grid = LaunchShape(min(driver.num_sms(device), MOST_SHARES), kernel.num_threads, 1, programmatic=True)
     tensors = [t for t in (w13.data, w2.data, *pointers, scratch) if t is not None]
@@ -115,12 +116,19 @@ _FULL: set[torch.device] = set()
 _GUARD = threading.Lock()
 
 
+class HasHiddenRows(Protocol):
+    """The sizes of a layer, of which the words of its hidden rows count here."""
+
+    @property
+    def hidden_words(self) -> int: ...
+
+
 def is_full(device: torch.device) -> bool:
     """Whether some launch found no scratch: eager calls then go without, since they would only sometimes find it."""
     return device in _FULL and not is_capturing(device)
 
 
-def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.Tensor | None:
+def scratch_for(device: torch.device, address: int, shape: HasHiddenRows) -> torch.Tensor | None:
     """The scratch, int32, of launches that write to ``address``; None where there is no more of it.
 
     As of tile counters (``kernels/launch.py``): launches that run at the same time need scratch of their own, those that
@@ -151,7 +159,7 @@ def scratch_for(device: torch.device, address: int, shape: LayerShape) -> torch.
         return _SCRATCH.setdefault(key, chunks[-1][at : at + words])
 
 
-def _scratch_at(device: torch.device, shape: LayerShape, address: int) -> int:
+def scratch_at(device: torch.device, shape: HasHiddenRows, address: int) -> int:
     """Where the scratch of launches that write to ``address`` is. Raises LookupError where there is no more of it."""
     scratch = scratch_for(device, address, shape)
     if scratch is None:
@@ -159,6 +167,6 @@ def _scratch_at(device: torch.device, shape: LayerShape, address: int) -> int:
     return scratch.data_ptr()
 
 
-def _room(scratch: torch.Tensor) -> int:
+def room_of(scratch: torch.Tensor) -> int:
     """Words of a buffer. It does not follow from one launch's sizes: the next one may have others."""
     return (scratch.numel() - _CONTROL_WORDS) // 2

@@ -39,7 +39,7 @@ __device__ __forceinline__ void take_shares(SharedStorage& shared, const Problem
         const uint32_t launches = shared.launches;
         st_relaxed_gpu(&control.shares, 0);
         st_relaxed_gpu(&control.finished, 0);
-        st_relaxed_gpu(&control.words, shared.first_row[shared.num_hit] * p.i);
+        st_relaxed_gpu(&control.words, shared.first_row[shared.num_hit] * p.words_of_row());
         st_relaxed_gpu(&control.launches, launches + 1);
     }
 }

@@ -49,9 +49,11 @@ using uint64_t = unsigned long long;
 #include "device/ptx/halves.cuh"
 #include "device/pipeline.cuh"
 #define GATE_IN_BF16 1  // as `padless.moe` activates everywhere
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/sm90/descriptors.cuh"
 
+#include "sm90_moe_decode/common.cuh"
 #include "sm90_moe_decode/storage.cuh"
 
 #include "sm90_moe_decode/route.cuh"
@@ -68,8 +70,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
     int h, int i, int run, int ids_bytes, int weights_type, int stages, int room) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{w13_scale, w2_scale, x, shared_rows, ids, weights,   out,          control, tokens,
-                          top_k,     experts,  h, i,           run, ids_bytes, weights_type, stages,  room};
+    const Problem problem{{x, shared_rows, ids, weights, out, control, tokens, top_k, experts, h, i, run,
+                           ids_bytes, weights_type, stages, room},
+                          w13_scale,
+                          w2_scale};
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
     if (warp == SHARE_WARP) {

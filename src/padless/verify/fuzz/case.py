@@ -39,15 +39,19 @@ class Case(Protocol):
         """The output that `make` leaves, by what `run` gave."""
         ...
 
+    def changes(self) -> Iterator[Change]: ...
+
+
+class Modelled(Case, Protocol):
+    """A case whose result is known."""
+
     def near(self, out: torch.Tensor) -> None:
-        """Judges the values by float64."""
+        """Compares the values with float64."""
         ...
 
     def reference(self) -> torch.Tensor:
         """The bits, by a model of the tensor core's arithmetic."""
         ...
-
-    def changes(self) -> Iterator[Change]: ...
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -62,11 +66,11 @@ def tensors_of(t: Any) -> list[torch.Tensor]:
     return [part for one in inner for part in tensors_of(one)]
 
 
-def _near(case: Case, out: torch.Tensor, other: Other) -> None:
+def _near(case: Modelled, out: torch.Tensor, other: Other) -> None:
     case.near(out)
 
 
-def _bits(case: Case, out: torch.Tensor, other: Other) -> None:
+def _bits(case: Modelled, out: torch.Tensor, other: Other) -> None:
     case.place.judge.same("the reference's bits", out, lambda: case.reference().to(out.dtype))
 
 
@@ -119,8 +123,11 @@ PROPERTIES: dict[str, Callable[[Any, torch.Tensor, Other], None]] = {
 
 def _other(o: Options, number: int) -> Options:
     """The same shapes with other values and groups of other sizes."""
-    turn = number % len(o["sizes"])
-    return o | {"sizes": [*o["sizes"][turn:], *o["sizes"][:turn]], "seed": o["seed"] + number, "nan_group": -1}
+    other = o | {"seed": o["seed"] + number}
+    if "sizes" in o:
+        turn = number % len(o["sizes"])
+        other |= {"sizes": [*o["sizes"][turn:], *o["sizes"][:turn]], "nan_group": -1}
+    return other
 
 
 def judge_case(make: Callable[[Options, Place], Case], o: Options, place: Place) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from padless.runtime.choices import BackendName
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import epilogues, kinds, layers, products, quantizers, training, whole_layer
+from padless.verify.fuzz import decode, epilogues, kinds, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Problem, Subject
 from padless.verify.fuzz.states.subjects import STATES
@@ -95,6 +95,16 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "moe.combine": Subject(
         layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine
+    ),
+    "moe.decode": Subject(
+        decode.constants,
+        decode.rest,
+        decode.judge_decode,
+        4,
+        3,
+        ("reference", "sm_90a"),
+        emulated=True,
+        lines=decode.lines,
     ),
     "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
 }

@@ -103,7 +103,7 @@ def judge_moe(o: Options, place: Place) -> None:
         x[part], ids[part], weights[part], w13, w2, shared=None if shared is None else shared[part], **options
     )
     place.judge.same("a token alone", alone[0], got[one])
-    a = _Layer(o, place, w13, w2, bias13, bias2)
+    a = Layer(o, place, w13, w2, bias13, bias2)
     place.judge.same("the passes one by one", got, a.passes(x, ids, weights, shared))
     wanted = a.exact(x, ids, weights, shared)
     size = wanted.square().mean().sqrt() * math.sqrt(h) + 2.0**-20
@@ -111,7 +111,7 @@ def judge_moe(o: Options, place: Place) -> None:
     place.judge.wrong("float64 is far", ~(error <= 0.6 * size * 4).all())
 
 
-class _Layer:
+class Layer:
     """The layer by its passes and in float64."""
 
     def __init__(
@@ -122,10 +122,11 @@ class _Layer:
         w2: BlockScaledTensor,
         bias13: torch.Tensor | None,
         bias2: torch.Tensor | None,
+        activation: Activation | None = None,
     ) -> None:
         self.o, self.place = o, place
         self.w13, self.w2, self.bias13, self.bias2 = w13, w2, bias13, bias2
-        self.activation = Activation(o["kind"], o["gate_up"])
+        self.activation = activation or Activation(o["kind"], o["gate_up"])
         self.format = None if o["a"] == "BF16" else FORMAT_BY_NAME[o["a"]]
         nvfp4 = o["a"] == "NVFP4"
         self.scale = torch.ones((), device=place.device) if nvfp4 else None

@@ -11,7 +11,7 @@ __device__ __forceinline__ float cvt_f32_f16(uint16_t value) {
     return wide;
 }
 
-__device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
+__device__ __forceinline__ uint16_t ld_shared_b16(uint32_t address) {
     uint16_t value;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
     return value;

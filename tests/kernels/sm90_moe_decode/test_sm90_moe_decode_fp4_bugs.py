@@ -1,0 +1,65 @@
+"""Every planted bug of the decoding layer's kernel of FP4 weights is found, by three launches in turn on one scratch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
+from support.emulator_variants import Variant
+from support.moe_decode_cases import Output, Tokens, draw_tokens, scratch
+from support.moe_decode_fp4_bugs import BUGS, IMPATIENT, MAIN
+from support.moe_decode_fp4_cases import draw_fp4_weights, launch, several_launches
+from support.planted_bugs import Bug, assert_found, cases
+
+H, HIDDEN = 96, 96
+WEIGHTS = draw_fp4_weights(3, H, HIDDEN, seed=1, size=30.0)
+SEEDS = (10, 0, 34, 44, 2, 22, 57, 45)  # schedules of one to three CTAs at once
+
+
+@cache
+def calls() -> list[tuple[Tokens, torch.Tensor]]:
+    """Three calls of other sizes with what they give: a token of 0, experts named twice, ids that are no expert."""
+    sizes = [(3, 3, "any"), (1, 3, "distinct"), (2, 2, "any")]
+    drawn = [draw_tokens(WEIGHTS, t, k, 3 + n, shared=n != 1, kind=kind) for n, (t, k, kind) in enumerate(sizes)]
+    drawn[0].ids[:] = torch.tensor([[2, 2, 1], [3, 0, -1], [1, 0, 2]])
+    return [(tokens, several_launches(WEIGHTS, tokens)) for tokens in drawn]
+
+
+def is_ready(memory: torch.Tensor, launches: int) -> bool:
+    """Whether scratch is as the next launch needs it: what the launch before the last one wrote is cleared."""
+    buffers = memory[32:].view(2, -1)
+    return memory[:3].tolist() == [launches, 0, 0] and not bool(buffers[launches % 2].any())
+
+
+def detect(bug: Bug) -> tuple[int | None, list[str]]:
+    """(number of seeds needed, kinds reported until then); None if it was not found."""
+    driver: Any = Variant("sm_90a", MAIN, bug.edits, IMPATIENT, bug.nth)
+    kinds: list[str] = []
+    for tried, seed in enumerate(SEEDS[: bug.seeds]):
+        output, memory, is_right = Output(3, H), scratch(Fp4LayerShape(3, 3, 3, H, HIDDEN, 3).hidden_words), True
+        for n, (tokens, want) in enumerate(calls()):
+            with driver.configured(seed=seed, raise_on_reports=False, num_sms=3):
+                launch(driver, WEIGHTS, tokens, output.poisoned(len(tokens.ids)), memory)
+            kinds += [report.kind for report in driver.last_result.reports]
+            is_right = is_right and output.is_right(want) and is_ready(memory, n + 1)
+            if set(kinds) & set(bug.kinds) or (not bug.kinds and (kinds or not is_right)):
+                return tried + 1, kinds
+    return None, kinds
+
+
+@pytest.mark.parametrize("bug", cases(BUGS))
+def test_planted_bug_is_found(bug: Bug) -> None:
+    assert_found(bug, detect)
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_found() -> None:
+    assert detect(Bug("none", (), (), seeds=3)) == (None, [])
+
+
+def test_names_differ() -> None:
+    assert len({bug.name for bug in BUGS}) == len(BUGS)
