@@ -14,6 +14,7 @@ from measured_layers import FP8, PREFILL
 from measured_markdown import markdown
 from measured_records import FOLDER, Measured, measured
 from padless.bench.cases import layer, wgrad
+from padless.bench.cases.decoding import compared_with
 from padless.bench.cases.layer import BF16 as BF16_LAYER
 from padless.bench.cases.train.contenders import BF16
 from padless.bench.peers.monomoe import NAME as MONOMOE
@@ -133,8 +134,9 @@ def _decoding(folder: Path) -> Row | None:
     found = measured(folder, "decoding")
     if found is None:
         return None
-    others = {"torch bf16": BF16_LAYER, "plain Triton's products alone": TRITON, "MonoMoE": MONOMOE}
+    others = {"torch bf16": BF16_LAYER, "plain Triton's products alone": TRITON}
     times = _means(found.points, layer.PADLESS, others)
+    times |= _means(found.points, compared_with(MONOMOE), {"MonoMoE, both from logits": MONOMOE})
     return Row("MoE layer, decoding", _tokens(found.points), times, found.path.name)
 
 

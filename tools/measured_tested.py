@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from measured_records import newest
 
@@ -51,11 +52,15 @@ def _checks(folder: Path) -> Iterator[tuple[str, ...]]:
 def _fuzz(folder: Path) -> Iterator[tuple[str, ...]]:
     path = folder / "fuzz.jsonl"
     runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for backend in dict.fromkeys(run["backend"] for run in runs):
-        here = [run for run in runs if run["backend"] == backend]
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        what = FUZZED.get(run["backend"], f"random problems on {run['backend']}")
+        calls = run.get("by_call", {})
+        are_sequences = calls and all(call.startswith("states.") for call in calls)
+        kinds.setdefault(what.replace("problems", "sequences of operations") if are_sequences else what, []).append(run)
+    for what, here in kinds.items():
         wrong = sum(len(run["wrong"]) + len(run["ended"]) for run in here)
-        said = f"{sum(run['problems'] for run in here):,}, of which {wrong} were wrong"
-        yield FUZZED.get(backend, f"random problems on {backend}"), said, _record(path)
+        yield what, f"{sum(run['problems'] for run in here):,}, of which {wrong} were wrong", _record(path)
 
 
 def _mutants(folder: Path) -> Iterator[tuple[str, ...]]:

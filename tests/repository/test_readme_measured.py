@@ -154,11 +154,14 @@ def test_the_figure_shows_what_the_records_say(copy):
 
 def test_the_readmes_rows_are_those_of_the_raw_records():
     """Once more without a function of padless or of the tool."""
-    path = max(RECORDS.glob("????-??-??-h200-layer.jsonl"))
-    points = [r for r in map(json.loads, path.read_text().splitlines()) if r["kind"] == "layer"]
+
+    def points_of(kind):
+        path = max(RECORDS.glob(f"????-??-??-h200-{kind}.jsonl"))
+        return [r for r in map(json.loads, path.read_text().splitlines()) if r["kind"] == kind]
+
     for heading, chosen in (
-        ("MoE layer, decoding", [p for p in points if p["point"]["tokens"] <= 64]),
-        ("MoE layer, prefill", [p for p in points if p["point"]["tokens"] >= 2048]),
+        ("MoE layer, decoding", points_of("decoding")),
+        ("MoE layer, prefill", [p for p in points_of("layer") if p["point"]["tokens"] >= 2048]),
     ):
         quotients = [p["gpu"]["torch bf16"]["us"] / p["gpu"]["padless"]["us"] for p in chosen]
         mean = math.exp(math.fsum(map(math.log, quotients)) / len(quotients))

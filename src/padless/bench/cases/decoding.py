@@ -234,6 +234,11 @@ def over_floor(records: table.Records) -> list[float]:
     return [us - r["floor_us"] for r in records if (us := time_us(r, "gpu", PADLESS)) is not None]
 
 
+def compared_with(name: str) -> str:
+    """padless' contender next to another one, which does as much: from ids, or from logits."""
+    return LOGITS if name == "monomoe" else PADLESS
+
+
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point: microseconds a layer, and what others take over padless."""
     names = table.measured(records, SHOWN)
@@ -244,13 +249,18 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.time("floor"),
         *(table.time(name, HEADINGS.get(name), width=9) for name in names),
         table.Column("over floor", over_floor, 1, width=6),
-        *(table.ratio(f"{HEADINGS.get(name, name)} / padless", name, digits=2, width=9) for name in named),
+        *(
+            table.ratio(f"{SHORT.get(name, name)} / {SHORT.get(own, own)}", name, own, digits=2, width=8)
+            for name in named
+            for own in [compared_with(name)]
+        ),
     ]
     rows = table.by_point(in_order(records))
     return [table.table_of("Layers of few tokens: GPU time of a layer (us)", columns, rows, 1)]
 
 
-HEADINGS = {LOGITS: "from logits", "triton": "triton products", "deepgemm_masked": "deepgemm products"}
+HEADINGS = {LOGITS: "from logits", BF16: "bf16", "triton": "triton products", "deepgemm_masked": "deepgemm products"}
+SHORT = {LOGITS: "logits", BF16: "bf16", "deepgemm_masked": "deepgemm"}
 
 
 def draw(records: table.Records, path: Path) -> Path | None:

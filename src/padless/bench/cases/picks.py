@@ -54,6 +54,9 @@ def measure(problem: PicksProblem, timer: Timer, num_sms: int, unfit: dict[str, 
             unfit[config.prelude()] = str(error)
             record["errors" if config is pick else "left_out"][name] = describe(error)
             continue
+        except ValueError as error:  # its stages do not fit
+            record["errors" if config is pick else "left_out"][name] = describe(error)
+            continue
         except Exception as error:
             record["errors"][name] = describe(error)
             continue
