@@ -80,7 +80,8 @@ def check(kernel: str, name: str, order: str) -> None:
         epilogue = dataclasses.replace(what, row_format=FP8_BLOCK, bias=True)
         sm90.check(sm90_fp8_quant, sm90.Case(SIZES, 256), epilogue)
     elif kernel == "sm90_bf16":
-        problem = sm90.PairCase(SIZES, 224, 160, plain=sm90_bf16, pair=("BF16", "MXFP4"))
+        n = 192 if order == "interleaved" else 224
+        problem = sm90.PairCase(SIZES, n, 160, plain=sm90_bf16, pair=("BF16", "MXFP4"))
         sm90.check(sm90_bf16_quant, problem, dataclasses.replace(what, bias=True))
     elif kernel == "sm90_mxfp8":
         sm90.check(sm90_mxfp8_quant, sm90.PairCase(SIZES, 192, plain=sm90_mxfp8), mx)
