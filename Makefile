@@ -14,7 +14,7 @@ CUDA_SOURCES = $(shell find src docs -name '*.cu' -o -name '*.cuh')
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test test-all check quick wheels cubins sbom audit workflows verify torch readme docs lint format dev clean help
+.PHONY: demo test test-all check quick site wheels cubins sbom audit workflows verify torch readme docs lint format dev clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -44,15 +44,24 @@ docs: $(DEV)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site
 	@echo "docs: site/index.html"
 
-# What others install, used from new environments: README's example and `padless info`.
+# The site of a version, added to the branch gh-pages. VERSION: main, or a tag v1.2.3, which is "latest" too. PUSH: to origin.
+SITE := $(VERSION) $(if $(filter v%,$(VERSION)),latest)
+MIKE := PATH="$(CURDIR)/$(BIN):$$PATH" NO_MKDOCS_2_WARNING=1 mike
+site: $(DEV)
+	@test -n "$(VERSION)" || { echo "make site VERSION=main, or a tag"; exit 1; }
+	@$(MIKE) deploy $(if $(PUSH),--push) --update-aliases $(SITE)
+	@$(MIKE) set-default $(if $(PUSH),--push) $$($(MIKE) list latest >/dev/null 2>&1 && echo latest || echo $(VERSION))
+
+# What others install, used from new environments: README's example and `padless info`. INDEX: with dependencies from the index.
 wheels: $(DEV)
-	@$(BIN)/python tools/check_wheels.py
+	@$(BIN)/python tools/check_wheels.py $(if $(INDEX),--index)
 
 # The kernels of known models' layers, compiled ahead: a wheel of its own.
 cubins: $(DEV)
 	@rm -rf build/cubins
 	@$(BIN)/python tools/build_cubins.py build/cubins $(CUBINS)
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist build/cubins
+	@$(BIN)/python -m twine check --strict dist/padless_cubins-*.whl
 
 # What padless brings with it, by version and licence; TAG: what a release of this version must be called.
 sbom: $(DEV)

@@ -1,15 +1,17 @@
 """Builds sdist and wheel into dist/, lets twine check them and uses each as its user does: README's example and `padless
 info`.
 
-    python tools/check_wheels.py
+    python tools/check_wheels.py [--index]
 
 Every artefact gets a new virtual environment of its own and runs outside of the tree. Its dependencies are those of the
 environment that runs this, reached by a path, so nothing is downloaded: what is proven is that the artefact is whole and
-installs, not that the index has its dependencies.
+installs. With --index pip installs them too, in the versions of constraints.txt. Where there is a GPU the wheel runs
+`padless verify` as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -22,16 +24,19 @@ import tempfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
-def run(*command: str | Path, cwd: Path) -> str:
+def run(*command: str | Path, cwd: Path, timeout: float = 300) -> str:
     """What a command prints. RuntimeError with all that it said where it fails."""
     unset = ("PYTHONPATH", "PADLESS_CUBINS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -59,14 +64,19 @@ def wheel_of(sdist: Path, folder: Path) -> Path:
     return build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
 
 
-def use(wheel: Path, folder: Path) -> None:
-    """Installs a wheel into a new environment in folder and uses it. RuntimeError where that fails."""
+def use(wheel: Path, folder: Path, index: bool) -> list[dict[str, Any]]:
+    """Installs a wheel into a new environment in folder, with its dependencies from the index or by a path, and uses it.
+    Returns the GPUs that it sees. RuntimeError where something fails.
+    """
     venv.create(folder, with_pip=True)
-    (site,) = (folder / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    options = ("-q", "--no-deps", "--no-index", "--ignore-installed", "--disable-pip-version-check")
     python = folder / "bin" / "python"
-    run(python, "-m", "pip", "install", *options, wheel, cwd=folder)
+    install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
+    if index:
+        run(*install, "-c", ROOT / "constraints.txt", f"{wheel}[cli]", cwd=folder, timeout=1800)
+    else:
+        (site,) = (folder / "lib").glob("python*/site-packages")
+        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        run(*install, "--no-deps", "--no-index", "--ignore-installed", wheel, cwd=folder)
     where = Path(run(python, "-c", "import padless; print(padless.__file__)", cwd=folder).strip())
     if not where.is_relative_to(folder):
         raise RuntimeError(f"{wheel.name} was installed, and {where} is imported")
@@ -77,9 +87,13 @@ def use(wheel: Path, folder: Path) -> None:
     info = json.loads(run(folder / "bin" / "padless", "info", "--json", cwd=folder))
     if not info["backends"]["emulator"]["available"]:
         raise RuntimeError(f"padless info: {info['backends']}")
+    return list(info["devices"])
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--index", action="store_true")
+    index = parser.parse_args(arguments).index
     dist = ROOT / "dist"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -91,11 +105,14 @@ def main() -> None:
         if names[0] != names[1]:
             raise RuntimeError(f"the sdist's wheel differs in {sorted(set(names[0]) ^ set(names[1]))}")
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder)
-        use(wheel, folder / "wheel")
-        use(again, folder / "sdist")
+        gpus = use(wheel, folder / "wheel", index)
+        use(again, folder / "sdist", index)
+        if gpus:
+            run(folder / "wheel" / "bin" / "padless", "verify", "--out", folder / "record", cwd=folder, timeout=1800)
     for artefact in (wheel, sdist):
         print(f"wheels: {artefact.name} ({artefact.stat().st_size / 1e6:.1f} MB) installs and runs on its own")
+    print("wheels: padless verify passed" if gpus else "wheels: no GPU here, padless verify was not run")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -208,9 +208,10 @@ def page(folder: Path = RECORDS) -> str:
         "",
         "## Frameworks",
         "",
-        "[What has been run of each](frameworks.md#what-has-been-run), and [transformers](transformers.md).",
-        "",
-        *_table(("framework", "allowed", "refused: not installed", "refused: another version"), _framework_rows()),
+        *_table(
+            ("framework", "allowed", "has run", "refused: not installed", "refused: another version"),
+            _framework_rows(found),
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -277,12 +278,20 @@ def _missing_rows() -> Iterator[tuple[str, ...]]:
     yield "NVRTC", backend_on("NVIDIA H200", compiler=absent).reason
 
 
-def _framework_rows() -> Iterator[tuple[str, ...]]:
+def _framework_rows(found: list[Run]) -> Iterator[tuple[str, ...]]:
+    # `padless bench model` measures models of transformers; of the others a page says what was run and where.
+    models = [run for run in found if re.search(r"-model[-.]", run.file)]
+    page = {"vllm": "frameworks.md#vllms-engine-on-an-h200", "sglang": "frameworks.md#sglang"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for framework in ("transformers", "vllm", "sglang", "torchtitan", "torchao"):
-        asked = extras[framework][0].removeprefix(framework)
+    for framework in ("transformers", "vllm", "sglang", "torchtitan", "megatron", "torchao"):
+        asked = extras[framework][0]
+        asked = asked[asked.index(">") :]
         other = said_of_version(framework, "0.1.0")
-        yield framework, f"`{asked}`", said_without(framework), other or "refused by pip alone"
+        described = f"[page]({page.get(framework, 'frameworks.md#what-has-been-run')})"
+        if framework == "transformers":
+            on = " and ".join(dict.fromkeys(run.gpu for run in models))
+            described = f"{on}, {_evidence(models)}, [page](transformers.md)" if models else "[page](transformers.md)"
+        yield framework, f"`{asked}`", described, said_without(framework), other or "refused by pip alone"
 
 
 if __name__ == "__main__":

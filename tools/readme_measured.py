@@ -1,6 +1,6 @@
-"""Writer of what README.md and docs/measured/README.md say was measured, from the records under docs/measured.
+"""Writer of what README.md, docs/tested.md and docs/measured/README.md say was measured, from docs/measured.
 
-    python tools/readme_measured.py          # rewrites the part between the marks in both, and the README's figure
+    python tools/readme_measured.py          # rewrites the part between the marks in each, and the README's figure
     python tools/readme_measured.py --check  # exits with 1 and a sentence for each that differs
 
 The newest record of each kind counts: `<date>-h200-<kind>.jsonl` of `padless bench`, `<date>-h200-verify.json` of
@@ -32,6 +32,7 @@ from measured_sections import (
     paper_section,
     quantize_section,
 )
+from measured_tested import tested_block
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- measured:begin -->\n).*?(<!-- measured:end -->)", re.DOTALL)
@@ -88,7 +89,11 @@ def beside_the_records(block: str) -> str:
 
 def pages(folder: Path) -> dict[str, str]:
     """The text between the marks of each page, by its path in the repository."""
-    return {"README.md": readme_block(folder), f"{FOLDER}/README.md": beside_the_records(measured_block(folder))}
+    return {
+        "README.md": readme_block(folder),
+        "docs/tested.md": tested_block(folder),
+        f"{FOLDER}/README.md": beside_the_records(measured_block(folder)),
+    }
 
 
 def with_block(page: str, block: str) -> str:

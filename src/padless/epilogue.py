@@ -8,7 +8,7 @@ The arithmetic, element by element, all of it float32 and every operation that i
  2. x  =  fma(acc, alpha[g], bias')                                  bias; without alpha fl(acc + bias')
       bias_rule "gated_sum"    bias' = bias[g, n]                   n counts B's rows, gate and up alike
       bias_rule "gated_bias"   bias' = fl(bias[g, n] * prob[m])     step 4 is then left out; no activation
- 3. activation "swiglu_*", on pairs of columns:
+ 3. activation "swiglu", on pairs of columns:
       h  =  fl(fl(gate * s) * up),  s = fl(1 / fl(1 + fl(exp(-gate))))
       With a GateRule gate is first at most limit and up between -limit and limit (NaN stays), up becomes
       fl(up + up_offset), and s is of fl(gate * alpha) in the place of gate.
@@ -75,7 +75,7 @@ launch starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -94,7 +94,11 @@ from padless.formats import (
 )
 from padless.layouts import blocked_groups_rows
 
-ACTIVATIONS = ("none", "swiglu_interleaved", "swiglu_concatenated", "swiglu_alternating")
+# Activations, and whether each is of pairs of columns, gate and up. A name is that of a function in
+# kernels/device/activation.cuh, and of its twin in reference/activation.py.
+ACTIVATIONS = {"swiglu": True}
+GATE_UP = ("interleaved", "concatenated", "alternating")
+_IN_ONE_WORD = {f"swiglu_{order}": order for order in GATE_UP}  # kind and order, as they were given before
 BIAS_RULES = ("gated_sum", "gated_bias")
 MX_FORMATS = (MXFP8, MXFP8_E5M2, MXFP4)
 ROW_FORMATS = (FP8_BLOCK, *MX_FORMATS, NVFP4)
@@ -108,7 +112,7 @@ SCALE_RULES: dict[BlockScaledFormat, tuple[str, ...]] = {
     NVFP4: ("te",),
 }
 
-# Columns of gate, then as many of up, in "swiglu_interleaved".
+# Columns of gate, then as many of up, in "interleaved".
 INTERLEAVE = 32
 
 # q of NORM_CONST_RULES: what the largest magnitude of a block is scaled to.
@@ -146,11 +150,13 @@ class Epilogue:
         bias_rule: "gated_sum", (acc * alpha + bias) * prob, or "gated_bias", acc * alpha + bias * prob. The same
             without prob. "gated_bias" is what cuDNN's GEMM + Quant kernel computes, to the bit of float32 sums that
             are equal (`grouped_gemm_quant.py` of its frontend 1.32), and has no activation.
-        activation: "none"; or "swiglu_interleaved", N is 32 columns of gate, 32 of up, 32 of gate, ..; or
-            "swiglu_concatenated", gate in the first N / 2 columns and up in the others; or "swiglu_alternating", one
-            column of gate, one of up, ... Then N_out = N / 2.
-        gate_rule: of a SwiGLU that is not the plain one; None for that.
-        gate_in_bf16: whether gate and up are rounded to bfloat16 first, as `padless.moe` does; cuDNN does not.
+        activation: "none" or a name of ACTIVATIONS. Of one with a gate N_out = N / 2. "swiglu_" and an order, as in
+            "swiglu_interleaved", is taken for "swiglu" with that gate_up.
+        gate_up: which columns are gate and which are up: "interleaved", 32 of gate, 32 of up, 32 of gate, ..;
+            "concatenated", gate in the first N / 2 and up in the others; "alternating", one of gate, one of up, ...
+            Without a gate it has no effect.
+        gate_rule: of a gate that is not the plain one; None for that.
+        gate_in_bf16: whether what is activated is rounded to bfloat16 first, as `padless.moe` does; cuDNN does not.
         amax: whether the largest magnitude of each group is wanted.
         d_dtype: bfloat16, float16 or float32 of the unquantised output, None for none.
         row_format: format of the output quantised along N, None for none.
@@ -168,6 +174,7 @@ class Epilogue:
     prob: bool = False
     bias_rule: str = "gated_sum"
     activation: str = "none"
+    gate_up: str = field(default="concatenated", kw_only=True)
     gate_rule: GateRule | None = None
     gate_in_bf16: bool = False
     amax: bool = False
@@ -187,11 +194,17 @@ class Epilogue:
         for name in ("alpha", "bias", "prob", "amax", "gate_in_bf16"):
             check_flag(f"Epilogue.{name}", getattr(self, name))
         row, column = self.row_format, self.column_format
-        require(is_one_of(self.activation, ACTIVATIONS), "activation", ", ".join(ACTIVATIONS))
+        if is_one_of(self.activation, tuple(_IN_ONE_WORD)):
+            object.__setattr__(self, "gate_up", _IN_ONE_WORD[self.activation])
+            object.__setattr__(self, "activation", "swiglu")
+        names = ("none", *ACTIVATIONS)
+        require(is_one_of(self.activation, names), "activation", ", ".join(names))
+        require(is_one_of(self.gate_up, GATE_UP), "gate_up", ", ".join(GATE_UP))
         require(is_one_of(self.bias_rule, BIAS_RULES), "bias_rule", " or ".join(BIAS_RULES))
         require(self.bias_rule == "gated_sum" or self.activation == "none", "bias_rule", "gated_sum with an activation")
-        require(self.gate_rule is None or self.is_glu, "gate_rule", "None without a SwiGLU")
-        require(self.is_glu or not self.gate_in_bf16, "gate_in_bf16", "False without a SwiGLU")
+        require(self.gate_rule is None or self.is_glu, "gate_rule", "None without a gate")
+        is_free = self.activation != "none" or not self.gate_in_bf16
+        require(is_free, "gate_in_bf16", "False without an activation")
         require(
             is_one_of(self.d_dtype, (None, *OUT_DTYPES)),
             "d_dtype",
@@ -227,12 +240,17 @@ class Epilogue:
     @property
     def is_glu(self) -> bool:
         """Whether pairs of columns become one."""
-        return self.activation != "none"
+        return ACTIVATIONS.get(self.activation, False)
+
+    @property
+    def order(self) -> str:
+        """Order of gate and up; "none" where there is no gate."""
+        return self.gate_up if self.is_glu else "none"
 
     @property
     def gate_and_up_apart(self) -> bool:
         """Whether gate and up are halves of the columns, of which a tile takes runs in turn."""
-        return self.activation == "swiglu_concatenated"
+        return self.order == "concatenated"
 
     def out_columns(self, n: int) -> int:
         """N_out for B with n rows."""

@@ -7,7 +7,7 @@ import torch
 
 from padless.testing import exchange
 from padless.testing.ranks import RankError, RankPool, raise_first, run_ranks
-from support import ep_cases, ep_edges
+from support import ep_cases, ep_edges, ep_slots
 
 CASES = [name for name in ep_cases.CASES if name not in ep_edges.CASES]  # those are in test_edges.py
 
@@ -26,6 +26,13 @@ def test_two_processes(name: str, on_gloo: dict[str, str | None]) -> None:
 @pytest.mark.slow
 def test_three_processes() -> None:
     found = ep_cases.run(3)
+    assert not any(found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [3, 4])
+def test_sums_of_slots_in_more_processes(size: int) -> None:
+    found = ep_cases.run(size, names=list(ep_slots.CASES))
     assert not any(found.values()), found
 
 

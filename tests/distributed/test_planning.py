@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from math import comb
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +24,24 @@ def test_copies_are_those_of_a_closed_form(ranks: int, experts: int, top_k: int)
     hosts = max(ranks // 8, 1)
     want = hosts * (1 - comb(experts - experts // hosts, top_k) / comb(experts, top_k))
     assert p.hosts == pytest.approx(want, rel=0.01)
+
+
+def test_rows_of_slots_in_the_documentation() -> None:
+    """Every line of the page's table: distinct other ranks of a token, slots on other ranks, and their bytes."""
+    text = (Path(__file__).parents[2] / "docs/expert_parallelism.md").read_text()
+    lines = re.findall(
+        r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) \| (\d+) \|$", text, re.M
+    )
+    assert len(lines) == 5
+    for line in lines:
+        r, e, k = map(int, line[:3])
+        by_rank = (r - 1) * (1 - comb(e - e // r, k) / comb(e, k))
+        by_slot = k * (r - 1) / r
+        megabytes = [4096 * rows * 2 * 7168 / 1e6 for rows in (by_rank, by_slot)]
+        wanted = [f"{by_rank:.2f}", f"{by_slot:.2f}", f"{by_slot / by_rank:.2f}", *(f"{x:.0f}" for x in megabytes)]
+        assert list(line[3:]) == wanted
+        p = predict(Exchange(r, 4096, 7168, e, k))
+        assert p.copies * (r - 1) / r == pytest.approx(by_rank, rel=0.01)
 
 
 def test_two_gpus_as_measured() -> None:

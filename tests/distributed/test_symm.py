@@ -18,7 +18,7 @@ from support.ragged import ROOT
 pytest.importorskip("triton")
 from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_virtual
 
-QUICK = ("three_ranks", "one_rank_ahead", "waits")
+QUICK = ("three_ranks", "one_rank_ahead", "waits", "sums_of_slots")
 
 
 def interpreted(program: str, *arguments: str) -> dict[str, Any]:
@@ -110,6 +110,19 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
             ep_symm_cases.check_no_error(ranks)
         launches |= {"publish": 4, "fan_in": 2, "finish": 2}
         assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
+    for name in ("fan_in", "finish"):
+        assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
+
+
+def test_machine_code_of_sums_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two roundings where two are defined, at home as well."""
+    p = exchange.draw([2, 1], 4, 256, 3, 1)
+    ranks = ep_virtual.make(p, fmt=torch.bfloat16, few_slots=0, sums="slots")
+    with monkeypatch.context() as patch:
+        kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
+        ranks.dispatch(p)
+        ep_symm_cases.check_slots(p, ranks, 0, weighted=True, out_dtype=torch.bfloat16)
+        ep_symm_cases.check_no_error(ranks)
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
 

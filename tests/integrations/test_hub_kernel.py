@@ -5,6 +5,7 @@ bits; several versions live in one process; what cannot be made relative is an e
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -74,6 +75,17 @@ def problem() -> dict[str, torch.Tensor]:
             "w13_scale": w13_scale, "w2_scale": w2_scale}  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The kernel, loaded into this process next to padless."""
+    kernels = pytest.importorskip("kernels", reason="the hub's loader is not installed")
+    folder = tmp_path_factory.mktemp("hub")
+    build_hub_kernel.build(folder, "cpu")
+    loaded = kernels.get_local_kernel(folder)
+    assert kernels.get_local_kernel(folder) is loaded
+    return loaded
+
+
 def test_the_loader_of_the_hub_takes_it_and_it_has_padless_bits(tmp_path: Path) -> None:
     pytest.importorskip("kernels", reason="the hub's loader is not installed")
     given = problem()
@@ -111,29 +123,24 @@ def test_the_loader_of_the_hub_takes_it_and_it_has_padless_bits(tmp_path: Path) 
     assert error.max() < 0.05
 
 
-def test_versions_live_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_live_in_one_process(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kernels of different sources and padless itself: three modules, three sets of operators."""
-    kernels = pytest.importorskip("kernels", reason="the hub's loader is not installed")
-    build_hub_kernel.build(tmp_path / "one", "cpu")
     changed = tmp_path / "padless"
     build_hub_kernel.shutil.copytree(build_hub_kernel.SOURCE, changed)
     with (changed / "formats.py").open("a") as file:
         file.write("\nCHANGED = True\n")
     monkeypatch.setattr(build_hub_kernel, "SOURCE", changed)
     build_hub_kernel.build(tmp_path / "two", "cpu")
-    one, two = (kernels.get_local_kernel(tmp_path / name) for name in ("one", "two"))
-    assert one.__name__ != two.__name__
-    assert len({id(module.BlockScaledTensor) for module in (one, two, padless)}) == 3
-    assert [hasattr(torch.ops, module.__name__.removeprefix("_")) for module in (one, two)] == [True, True]
-    assert kernels.get_local_kernel(tmp_path / "one") is one
+    two = importlib.import_module("kernels").get_local_kernel(tmp_path / "two")
+    assert kernel.__name__ != two.__name__
+    assert len({id(module.BlockScaledTensor) for module in (kernel, two, padless)}) == 3
+    for module in (kernel, two):
+        assert hasattr(getattr(torch.ops, module.__name__.removeprefix("_")), "moe")
 
 
-def test_transformers_takes_its_products_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_takes_its_products_from_it(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the hub's kernel would be, it has the three names that transformers asks for, with its arguments."""
-    kernels = pytest.importorskip("kernels", reason="the hub's loader is not installed")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    build_hub_kernel.build(tmp_path, "cpu")
-    kernel = kernels.get_local_kernel(tmp_path)
     monkeypatch.setattr(fp8, "_FINEGRAINED_FP8", None)
     monkeypatch.setattr(fp8, "is_kernels_available", lambda: True)
     monkeypatch.setattr(fp8, "lazy_load_kernel", lambda name: kernel if name == "finegrained-fp8" else None)

@@ -13,6 +13,7 @@ SENTENCES = {
     "sglang": "needs SGLang 0.5.23: pip install 'padless[sglang]'",
     "torchtitan": "needs torchtitan 0.3: pip install 'padless[torchtitan]'",
     "torchao": "needs torchao 0.18: pip install 'padless[torchao]'",
+    "megatron": "needs Megatron-Core 0.16 or newer: pip install 'padless[megatron]'",
     "transformers": "needs transformers 5.17 or newer: pip install 'padless[transformers]'",
 }
 PROGRAM = """

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, group_offsets, layouts, quantize
-from padless.epilogue import SCALE_RULES, Epilogue, GateRule
+from padless.epilogue import GATE_UP, SCALE_RULES, Epilogue, GateRule
 from padless.kernels.epilogue_launch import prelude_of
+from padless.reference import activation as reference_activation
 from padless.reference import epilogue as reference_epilogue
 from padless.reference.epilogue import epilogue_reference
 from support.epilogue_cases import POISON_BYTE, numbers_for, poisoned, sums
@@ -93,7 +94,7 @@ def test_the_two_bias_rules_differ_and_agree_without_prob() -> None:
 
 def test_silu_of_large_gates() -> None:
     gate = torch.tensor([-1e4, -200.0, -88.0, 0.0, 88.0, 1e4])
-    silu = gate * reference_epilogue.sigmoid(gate)
+    silu = gate * reference_activation.sigmoid(gate)
     exact = gate.double() / (1 + torch.exp(-gate.double()))
     assert (silu.double() - exact).abs().max() < 1e-5 * gate.abs().max()
     assert silu[0] == 0
@@ -324,6 +325,7 @@ GOOD = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
     ("field", "change"),
     [
         ("activation", {"activation": "gelu"}),
+        ("gate_up", {"gate_up": "halves"}),
         ("bias_rule", {"bias_rule": "both"}),
         ("bias_rule", {"bias_rule": "gated_bias", "activation": "swiglu_concatenated"}),
         ("d_dtype", {"d_dtype": torch.float8_e4m3fn}),
@@ -369,7 +371,8 @@ def test_every_field_reaches_the_prelude() -> None:
     rules = (None, GateRule(), GateRule(alpha=2.0), GateRule(limit=2.0), GateRule(up_offset=2.0))
     assert len({prelude_of(replace(gated, gate_rule=rule)) for rule in rules}) == len(rules)
     assert prelude_of(replace(gated, gate_in_bf16=True)) != prelude_of(gated)
-    assert {*changes, "gate_rule", "gate_in_bf16"} == {field.name for field in fields(Epilogue)}
+    assert len({prelude_of(replace(gated, gate_up=order)) for order in GATE_UP}) == len(GATE_UP)
+    assert {*changes, "gate_rule", "gate_in_bf16", "gate_up"} == {field.name for field in fields(Epilogue)}
     for field, value in changes.items():
         assert prelude_of(replace(base, **{field: value})) != prelude_of(base), field
 

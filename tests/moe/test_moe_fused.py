@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
+from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm, quantize
 from padless.kernels import remembered
-from padless.moe import Activation, activate_quantize, fused
+from padless.moe import Activation, activate_quantize, fused, ops
 from padless.moe.layer import ACTIVATIONS, Projection, gathered
 from padless.runtime import driver
 from support.moe_layer_problem import PAIRS, draw_layer, pair_name
@@ -29,14 +29,27 @@ def operands(pair: Any) -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.parametrize("gate_up", ["concatenated", "interleaved"])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
-def test_bits_of_two_launches(pair: Any, has_bias: bool, gate_up: str) -> None:
+def test_bits_of_two_launches(pair: Any, has_weights: bool, has_bias: bool, gate_up: str) -> None:
     a, w, offs, format = operands(pair)
     bias = torch.randn(5, 256).bfloat16() if has_bias else None
     scale = torch.tensor([0.02]) if format == NVFP4 else None
-    got = fused.swiglu(a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None)
+    weights = torch.randn(a.shape[0]) if has_weights else None
+    got = fused.swiglu(
+        a, w, offs, gate_up=gate_up, bias=bias, format=format, global_scale=scale, backend=None, row_weights=weights
+    )
     product = Projection(w, bias, None).product(a, offs)
-    want = activate_quantize(product, Activation(gate_up=gate_up), format, global_scale=scale, offs=offs)
+    name, rule = ("BF16", "") if format is None else (format.name, fused.SCALE_RULES.get(format.name, "rceil"))
+    activated = ops.call(
+        "activate_quantize", product, "swiglu", gate_up, 1.0, None, 0.0, name, rule, "plain", scale, offs, weights
+    )
+    want: Any = activated[0]
+    if format is not None:
+        want = BlockScaledTensor(want.view(format.data_dtype), activated[1], format, scale)
+    if not has_weights:
+        same = activate_quantize(product, Activation(gate_up=gate_up), format, global_scale=scale, offs=offs)
+        assert torch.equal(bits(getattr(same, "data", same)), bits(getattr(want, "data", want)))
     end = int(offs[-1])
     if isinstance(got, BlockScaledTensor):
         assert isinstance(want, BlockScaledTensor)
@@ -45,6 +58,26 @@ def test_bits_of_two_launches(pair: Any, has_bias: bool, gate_up: str) -> None:
         assert got.scale.stride() == want.scale.stride()
     else:
         assert torch.equal(got[:end], want[:end])
+
+
+def test_weighted_rows_of_hoppers_kernel() -> None:
+    """In the emulator: the launch's codes and scales are those of its product, activated, weighted and quantized."""
+    g = torch.Generator().manual_seed(2)
+    a = quantize(torch.randn(37, 128, generator=g), FP8_BLOCK)
+    w = quantize(torch.randn(3, 256, 128, generator=g) / 11, FP8_BLOCK, kind="weight")
+    offs, weights = torch.tensor([20, 20, 33], dtype=torch.int32), torch.randn(37, generator=g)
+    how: Any = {"gate_up": "concatenated", "bias": None, "format": FP8_BLOCK, "global_scale": None}
+    product = grouped_gemm(a, w, offs, backend="emulator")
+    codes = []
+    for given in (weights, None):
+        got = fused.swiglu(a, w, offs, backend="emulator", row_weights=given, **how)
+        activated = ("swiglu", "concatenated", 1.0, None, 0.0, "FP8_BLOCK", "", "plain", None, None, given)
+        data, scale = ops.call("activate_quantize", product, *activated)
+        assert isinstance(got, BlockScaledTensor)
+        assert torch.equal(bits(got.data[:33]), data[:33])
+        assert torch.equal(got.scale[:33], scale[:33])
+        codes.append(data)
+    assert not torch.equal(codes[0][:33], codes[1][:33])
 
 
 class Launches:

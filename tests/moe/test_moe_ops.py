@@ -27,6 +27,7 @@ CALLS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "gather_quantize": ("gather_quantize", (X, INVERSE, "FP8_BLOCK", "", "plain", None)),
     "route_quantize": ("route_quantize", (X, IDS, 5, "FP8_BLOCK", "", "plain", None)),
     "activate_quantize": ("activate_quantize", (X, *ACTIVATION, "FP8_BLOCK", "", "plain", None, None)),
+    "activate, weights": ("activate_quantize", (X, *ACTIVATION, "FP8_BLOCK", "", "plain", None, None, torch.randn(6))),
     "activate": ("activate_quantize", (X, *ACTIVATION, "BF16", "", "plain", None, None)),
     "combine": ("combine", (Y, INVERSE, WEIGHTS.nan_to_num(0.0), DOUT, torch.float32)),
     "combine with ones": ("combine", (Y, INVERSE, None, None, torch.bfloat16)),

@@ -121,7 +121,7 @@ def test_machine_code_of_quantize_rows(name: str, emulated: list[EmulatedKernel]
     moe_cases.assert_same(moe_cases.quantized(x, name, rule, layout, given=given, inverse=inverse), want)
     moe_cases.assert_same(moe_cases.gathered_by_kernel(x, name, rule, layout, rows, given), want)
     activation = moe_cases.activations()[moe_cases.FORMATS.index(name)]
-    moe_cases.assert_activated(activation, torch.randn(3, 256) * 4, (name,), "cpu")
+    moe_cases.assert_activated(activation, torch.randn(3, 256) * 4, (name,), "cpu", torch.randn(3))
     assert emulated[4].launches == 2 + len(moe_cases.layouts_of(name))
     assert sum(k.launches for k in emulated[-2:]) == 1
 

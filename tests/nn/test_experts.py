@@ -8,27 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from padless.formats import FP8_BLOCK, MXFP8, NVFP4
+from padless.formats import FP8_BLOCK
 from padless.nn import Experts, GroupedLinear, Recipe, experts_function, linear_function
 from padless.nn.products import Rows
 from padless.quantization.quantize import dequantize, quantize
 from support import fake_quant
-from support.training_layer import EVERY_RECIPE, Layer, gradients, layer, module, sqnr, truth, worst_row
-
-LEAST_DB = {
-    torch.bfloat16: 44.0,
-    MXFP8: 23.0,
-    FP8_BLOCK: 22.0,
-    NVFP4: 11.0,
-}  # by the worst format: seen 45.8, 23.7, 22.6, 11.6
-
+from support.training_layer import EVERY_RECIPE, Layer, gradients, layer, least_db, module, sqnr, truth, worst_row
 
 SOME = ("fp8", "fp8, recompute", "bf16", "bf16 dgrad")  # between them, every branch
-
-
-def least_db(recipe: Recipe) -> float:
-    formats = {recipe.forward, recipe.dgrad, recipe.wgrad} | ({FP8_BLOCK} if recipe.save == "fp8" else set())
-    return min(LEAST_DB[format] for format in formats)
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_wrong_tensors_are_refused_in_words(message: str, epilogue: Epilogue, gi
 @pytest.mark.parametrize(
     ("n", "activation", "message"),
     [
-        (96, "swiglu_interleaved", "b has N = 96; activation 'swiglu_interleaved' takes 32 columns of gate"),
+        (96, "swiglu_interleaved", "b has N = 96; gate_up='interleaved' takes 32 columns of gate"),
         (72, "none", "N of the output is 72; it must be a multiple of 16 for MXFP8"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The arithmetic of quant_rules.cuh by itself, run by the emulator float by float, and proofs over all floats in numpy.
+"""quant_rules.cuh and activation.cuh, run by the emulator float by float, and proofs over all floats in numpy.
 
 What would convince a sceptic: the kernels' own functions, compiled from their header, over every kind of float and each
 float around the thresholds; the shortcuts for quotients and reciprocals against exact integers for every mantissa; and
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from padless.emulator import Emulator
-from padless.reference.epilogue import sigmoid
+from padless.reference.activation import sigmoid
 from padless.runtime import jit
 from support.emulator_cuda import HEADER, compile_ptx
 
@@ -20,6 +20,7 @@ F32 = np.float32
 THREADS, BLOCKS = 128, 8
 KERNEL = """
 #include "device/ptx/conversion.cuh"
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 extern "C" __global__ void k(const float* x, float* y, int count) {
     for (int at = blockIdx.x * blockDim.x + threadIdx.x; at < count; at += gridDim.x * blockDim.x) {
@@ -30,18 +31,19 @@ extern "C" __global__ void k(const float* x, float* y, int count) {
 }
 """
 SIGMOID = "value[0] = reciprocal_from_one(one_plus_exp_minus(value[0]));"
-SILU = "const float one[1] = {1.0f}; swiglu(value, one);"
+SILU = "const float one[1] = {1.0f}; activate(value, one);"
 RECIPROCAL = "value[0] = reciprocal_of_ordinary(value[0]);"
 SCALE = "value[0] = Fp8Block{}.scale(value[0]);"
 MULTIPLIER = "value[0] = Fp8Block{}.multiplier(Fp8Block{}.scale(value[0]));"
 
 
 def run(expression: str, x: np.ndarray, change: tuple[str, str] | None = None) -> np.ndarray:
-    """What the device code makes of every x; ``change`` replaces a text of device/quant_rules.cuh first."""
+    """What the device code makes of every x; ``change`` replaces a text of the two headers first."""
     files = dict(jit.sources())
     if change is not None:
-        assert change[0] in files["device/quant_rules.cuh"]
-        files["device/quant_rules.cuh"] = files["device/quant_rules.cuh"].replace(*change)
+        headers = [name for name in ("device/activation.cuh", "device/quant_rules.cuh") if change[0] in files[name]]
+        assert len(headers) == 1
+        files[headers[0]] = files[headers[0]].replace(*change)
     text = HEADER + KERNEL.replace("EXPRESSION", expression)
     emulator = Emulator(compile_ptx(text, "rules.cu", "90a", files).rstrip(b"\0").decode(), name="rules.ptx")
     x = np.ascontiguousarray(x, F32)

@@ -19,6 +19,7 @@ from support.ragged import ROOT
 
 REASONS = {
     "a checkpoint": "reads a published model",
+    "an engine": "writes into a program that serves",
     "a GPU": "measures, or captures CUDA graphs",
     "several GPUs": "its processes are started by torchrun",
     "torchao": "a framework that the tests' environment does not have",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -44,6 +47,76 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
 # --- the site --------------------------------------------------------------------------------------------
 
 
+class Page(HTMLParser):
+    """What a page points at, and the places in it that others may point at."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.places: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value for name, value in attrs if value}
+        self.places |= {found[name] for name in ("id", "name") if name in found}
+        self.targets += [found[name] for name in ("href", "src") if name in found]
+
+
+def dead_ends(site: Path) -> list[str]:
+    """Links, pictures and scripts of a built site that are not in it, those that Markdown's own check cannot see too."""
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    wrong = []
+    for path, page in pages.items():
+        for target in page.targets:
+            if path.name == "404.html" or re.match(r"[a-z]+:", target):  # the first is served at any address
+                continue
+            address, _, place = target.partition("#")
+            found = (path.parent / unquote(address.partition("?")[0])).resolve() if address else path
+            found = found / "index.html" if found.is_dir() else found
+            if not found.exists() or (place and found in pages and unquote(place) not in pages[found].places):
+                wrong.append(f"{path.relative_to(site)}: {target}")
+    return wrong
+
+
+def test_a_dead_end_of_a_site_is_seen(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "index.html").write_text('<a href="sub/"></a><a id="top" href="https://a.b/c"></a><img src="no.png">')
+    (tmp_path / "sub" / "index.html").write_text('<a href="../index.html#top"></a><a href="../index.html#bottom"></a>')
+    assert dead_ends(tmp_path) == ["index.html: no.png", "sub/index.html: ../index.html#bottom"]
+
+
+MIKE = Path(sys.executable).with_name("mike")
+
+
+@pytest.mark.skipif(not MIKE.exists(), reason="versions of the site need mike, as make installs")
+def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
+    """The recipe of `make site`, for main, a release and main again: whoever opens the site gets the release."""
+    small_tree(tmp_path)
+    names = {f"GIT_{who}_{what}": f"a@b.{what}" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment = {**os.environ, **names, "HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("git init -q -b main && git add -A && git commit -qm start")
+    for version in ("main", "v0.1.0", "main"):
+        recipe = subprocess.run(
+            ["make", "-n", "-o", ".venv/.installed-dev", "site", f"VERSION={version}"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        run(recipe.replace(f"{ROOT}/.venv/bin", str(MIKE.parent)))
+        if version == "main":
+            expected = "latest" if "v0.1.0/" in run("git ls-tree -d --name-only gh-pages | sed s,$,/,") else "main"
+            assert f"url={expected}/" in run("git show gh-pages:index.html").replace("&#47;", "/")
+    listed = json.loads(run("git show gh-pages:versions.json"))
+    assert {each["version"]: each["aliases"] for each in listed} == {"main": [], "v0.1.0": ["latest"]}
+    run("git show gh-pages:v0.1.0/formats.html && git show gh-pages:main/search/search_index.json")
+
+
 @needs_mkdocs
 def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
     built = build(ROOT, tmp_path)
@@ -54,22 +127,30 @@ def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
     assert not missing
     assert "Multiplies every group's rows" in reference, "docstrings are read"
     assert "To add a kernel" in (tmp_path / "contributing.html").read_text()
+    assert dead_ends(tmp_path) == []
+    assert 'src="measured/overview.png"' in (tmp_path / "index.html").read_text(), "the first page has the figure"
+    assert len(json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]) > 100
+
+
+def small_tree(folder: Path) -> Path:
+    """A tree of two pages, with the settings of the whole."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    (folder / "mkdocs.yml").write_text(settings[: settings.index("\nnav:")].replace("hooks:", "hooks: []  #"))
+    (folder / "docs").mkdir()
+    (folder / "src").symlink_to(ROOT / "src")
+    (folder / "docs" / "formats.md").write_text("# Formats\n")
+    (folder / "docs" / "index.md").write_text("# Start\n\n[x](formats.md#formats)\n")
+    return folder
 
 
 @needs_mkdocs
 def test_a_page_that_leads_nowhere_is_a_failure(tmp_path):
-    """On a tree of two pages, with the settings of the whole."""
-    settings = (ROOT / "mkdocs.yml").read_text()
-    (tmp_path / "mkdocs.yml").write_text(settings[: settings.index("\nnav:")].replace("hooks:", "hooks: []  #"))
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "src").symlink_to(ROOT / "src")
-    (tmp_path / "docs" / "formats.md").write_text("# Formats\n")
+    small_tree(tmp_path)
     wrong = {
         "page": "[x](no_such_page.md)",
         "heading": "[x](formats.md#no-such-heading)",
         "name": "::: padless.no_such",
     }
-    (tmp_path / "docs" / "index.md").write_text("# Start\n\n[x](formats.md#formats)\n")
     good = build(tmp_path, tmp_path / "site")
     assert good.returncode == 0, good.stderr
     for page in ("page", "heading"):

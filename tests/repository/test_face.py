@@ -15,6 +15,7 @@ import padless
 from padless import formats
 from padless.compat.cudnn import operands
 from padless.distributed import backend as distributed_backend
+from padless.distributed import checks
 from padless.epilogue import COLUMN_LAYOUTS, ROW_LAYOUTS
 from padless.moe import activation
 from padless.nn import experts, recipe
@@ -58,6 +59,7 @@ def test_types_of_strings_are_the_strings_that_calls_take() -> None:
         "ScaleRule": rules,
         "Score": experts.SCORES,
         "Semantics": operands.SEMANTICS,
+        "Sums": checks.SUMS,
         "SwigluGateUp": swiglu_backward.GATE_UP,
         "WgradMode": recipe.WGRAD_MODES,
     }

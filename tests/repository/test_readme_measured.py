@@ -1,4 +1,4 @@
-"""Measured parts of README.md and docs/measured/README.md: what tools/readme_measured.py makes of the records."""
+"""Measured parts of README.md, docs/tested.md and docs/measured/README.md, as tools/readme_measured.py makes them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import measured_tested
 import readme_measured as tool
 from measured_comparisons import comparison_columns, comparison_table, won_sentence
 from measured_layers import decoding_section
@@ -29,7 +30,7 @@ from padless.bench.report.table import Table, labels
 from support.bench_records import timing
 
 RECORDS = tool.ROOT / tool.FOLDER
-PAGES = ("README.md", f"{tool.FOLDER}/README.md")
+PAGES = ("README.md", f"{tool.FOLDER}/README.md", "docs/tested.md")
 
 
 def session(**changes) -> dict:
@@ -105,7 +106,7 @@ def copy(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("page", "least"), [(PAGES[0], 10), (PAGES[1], 200)])
+@pytest.mark.parametrize(("page", "least"), [(PAGES[0], 10), (PAGES[1], 200), (PAGES[2], 3)])
 def test_a_figure_edited_by_hand_is_seen_and_put_right(copy, capsys, page, least):
     edited_page = copy / page
     right = edited_page.read_text()
@@ -124,7 +125,7 @@ def test_a_figure_edited_by_hand_is_seen_and_put_right(copy, capsys, page, least
     assert tool.main(["--check"], root=copy) == 0
 
 
-def test_links_of_both_pages_lead_somewhere():
+def test_links_of_the_pages_lead_somewhere():
     links = re.compile(r"\]\(([^)]+)\)")
     for page, text in tool.pages(RECORDS).items():
         targets = links.findall(text)
@@ -459,3 +460,39 @@ def test_layers_of_few_tokens_have_a_section_and_the_readmes_row(tmp_path):
     assert rows_of(shown)[1][:4] == ["Qwen3-30B", "1", "10.0", "20.0"]
     assert "3.00x torch bf16, 1.10x plain Triton" in overview(tmp_path)
     assert "from 16 tokens" not in tool.readme_block(tmp_path)
+
+
+# --- how it is tested ------------------------------------------------------------------------------------
+
+
+def test_what_failed_in_a_record_is_on_the_page_of_tests(tmp_path):
+    bad = {"name": "a", "passed": False}
+    contents = {
+        "2031-01-01-h200-tests.json": {
+            "tests": 9,
+            "passed": 5,
+            "failed": {"a": "", "b": ""},
+            "mended": {"b": "", "c": ""},
+            "skipped": {"x": 1},
+            "not reached": ["y"],
+        },
+        "2031-01-01-h200-verify.json": {"machine": {"date": "2031-01-01"}, "checks": [bad]},
+        "2031-01-02-h200-verify.json": {"machine": {"date": "2031-01-02"}, "checks": [bad, bad | {"passed": True}]},
+        "fuzz.jsonl": {"backend": "cuda", "problems": 1500, "wrong": ["p"], "ended": ["q"]},
+        "mutants.json": {"kernels": {"k": {"judged": 7, "survivors": 3}, "l": {"judged": 2, "survivors": 0}}},
+        "2031-01-01-cudnn-emulator.json": {
+            "cases": [{"error": "", "differing": {"d": d}} for d in (0, 4)] + [{"error": "x", "differing": {}}]
+        },
+    }
+    assert len(measured_tested.tested_block(tmp_path).splitlines()) == 4, "without records a row of kernels alone"
+    for name, content in contents.items():
+        (tmp_path / name).write_text(json.dumps(content) + "\n")
+    rows = [row.split(" | ")[1] for row in measured_tested.tested_block(tmp_path).splitlines()[2:-1]]
+    assert rows == [
+        "9: 5 passed, 2 failed (1 of them passed in a later tree), 1 skipped, 1 not reached",
+        "2031-01-02: 1 of 2 checks passed",
+        "1,500, of which 2 were wrong",
+        "6 of 9 noticed; the other 3 are [explained one by one](mutants.md)",
+        "1 of 3 cases equal",
+        "`sm100_dense`, `sm100_grouped`, `sm100_mxfp8_wgrad`",
+    ]

@@ -17,8 +17,23 @@ import padless
 from support.ragged import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-# Steps that are no command of the tree's own: a runner's shell puts files where the next step looks.
-OTHERS = {"mkdir -p packages && mv dist/*.whl dist/*.tar.gz packages/"}
+# A step that is no command of the tree's own: what goes to the index, without the bill of materials.
+PUBLISH = "mkdir -p packages && mv dist/*.whl dist/*.tar.gz packages/"
+# Targets of the Makefile by what else runs their recipe: .ci/run, a test here that names the tool, or nothing, and why.
+CI, NOTHING = ".ci/run", "nothing: "
+RUN_BY = {
+    "wheels": CI,
+    "quick": CI,  # its tests are among those of make test
+    "docs": "test_the_site_builds_without_a_warning_and_has_every_public_name",
+    "site": "test_versions_of_the_site_stand_next_to_each_other",
+    "sbom": "test_the_bill_of_materials_has_every_package_that_padless_needs",
+    "cubins": "test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found",
+    "dev": CI,
+    "test-all": NOTHING + "hours",
+    "torch": NOTHING + "gigabytes of another torch",
+    "audit": NOTHING + "it needs a network",
+    "verify": NOTHING + "it needs a GPU",
+}
 TARGET = re.compile(r"make ([a-z-]+)((?: [A-Z]+=(?:\"[^\"]*\"|\S+|\$\{\{ [^}]+ \}\}))*)")
 
 
@@ -57,7 +72,7 @@ def test_what_strangers_send_reaches_no_shell_and_no_gpu() -> None:
 
 def test_every_command_of_a_workflow_is_one_of_the_trees() -> None:
     """.ci/run, or a target of the Makefile that make would start. What a dry run cannot say: that it succeeds."""
-    commands = {step["run"] for step in steps() if "run" in step} - OTHERS
+    commands = {step["run"] for step in steps() if "run" in step} - {PUBLISH}
     assert len(commands) >= 8
     for command in sorted(commands - {"bash .ci/run"}):
         found = TARGET.fullmatch(command)
@@ -68,6 +83,32 @@ def test_every_command_of_a_workflow_is_one_of_the_trees() -> None:
             assert f"$({variable}" in (ROOT / "Makefile").read_text(), f"{command}: nothing reads {variable}"
     refused = subprocess.run(["make", "-n", "no-such-target"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert refused.returncode != 0
+
+
+def test_every_command_of_a_workflow_is_run_elsewhere_or_says_why_not() -> None:
+    commands = {step["run"] for step in steps() if "run" in step} - {PUBLISH, "bash .ci/run"}
+    targets = {found[1] for command in commands if (found := TARGET.fullmatch(command))}
+    assert targets == set(RUN_BY)
+    script, makefile = ((ROOT / name).read_text() for name in (".ci/run", "Makefile"))
+    needed = {
+        each for line in re.findall(r"^(?:test|wheels|lint): (.*)$", makefile, re.MULTILINE) for each in line.split()
+    }
+    texts = [path.read_text() for path in found_tests()]
+    for target, runner in RUN_BY.items():
+        if runner == CI:
+            assert f"make {target}" in script or (target == "dev" and "$(DEV)" in needed) or target == "quick"
+        elif not runner.startswith(NOTHING):
+            assert sum(f"def {runner}(" in text for text in texts) == 1, f"{target}: {runner} is no test"
+
+
+def test_what_is_published_are_the_packages_alone(tmp_path: Path) -> None:
+    names = ("padless-1.whl", "padless_cubins-1.whl", "padless-1.tar.gz", "padless.cdx.json")
+    (tmp_path / "dist").mkdir()
+    for name in names:
+        (tmp_path / "dist" / name).write_text("x")
+    assert PUBLISH in {step.get("run") for step in steps()}
+    subprocess.run(["bash", "-e", "-c", PUBLISH], cwd=tmp_path, check=True)
+    assert sorted(path.name for path in (tmp_path / "packages").iterdir()) == sorted(names[:3])
 
 
 def lint(*files: Path) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import subprocess
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import setuptools
 
 import build_cubins
 from padless.runtime import jit, nvrtc, shipped
@@ -126,3 +130,29 @@ def test_rehearsals_of_layers_find_kernels_of_both_products() -> None:
     assert len(kernels) >= 2
     assert {(kernel.arch, kernel.kind) for kernel in kernels} == {("sm_90a", "cubin")}
     assert len({kernel.prelude for kernel in kernels}) == len(kernels)
+
+
+@pytest.mark.skipif(
+    int(setuptools.__version__.split(".")[0]) < 77, reason="building a wheel needs setuptools 77, as make installs"
+)
+def test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found(
+    process: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The recipe of `make cubins` for the layer of one token: its wheel has the kernels, and no compiler is needed."""
+    source, out = tmp_path / "cubins", tmp_path / "site"
+    build_cubins.main([str(source), "--model", "Qwen3-30B", "--arch", "sm_90a", "--tokens", "1"])
+    code = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("padless_cubins-*.whl")
+    zipfile.ZipFile(wheel).extractall(out)
+    if importlib.util.find_spec("twine"):
+        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel)], check=True)
+    process.syspath_prepend(str(out))
+    process.setenv("PADLESS_CACHE_DIR", str(tmp_path / "empty"))
+    forget(process)
+    kernels = build_cubins.kernels_of_model("Qwen3-30B", Gpu("sm_90a", 132), 1)
+    assert kernels
+    without_compiler(process)
+    assert all(jit.compile_kernel(*kernel).image[:4] == b"\x7fELF" for kernel in kernels)
+    with pytest.raises(AssertionError, match="the compiler was asked"):
+        jit.compile_kernel(*kernels[0]._replace(prelude=kernels[0].prelude + "#define MORE 1\n"))

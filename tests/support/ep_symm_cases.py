@@ -21,6 +21,7 @@ from padless.distributed import symm
 from padless.distributed.placement import place
 from padless.distributed.symm import SymmBackend
 from padless.distributed.symm_state import allocate
+from padless.moe import twins
 from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
 from padless.testing.guarded import GuardedOutput
@@ -75,6 +76,30 @@ def check_combine(p: Problem, ranks: Ranks, seed: int, *, weighted: bool) -> Non
         assert torch.equal(slots.cpu(), by_slot), f"rank {r}: values by slot"
 
 
+def check_slots(p: Problem, ranks: Ranks, seed: int, *, weighted: bool, out_dtype: torch.dtype) -> None:
+    """Sums of slots with shared rows, and values by slot: `padless.moe.combine` of every token's rows, wherever made."""
+    outputs = expert_outputs(p, ranks, seed)
+    dprob = [torch.randn(plan.prob.shape[0]) for plan in ranks.plans]
+    g = torch.Generator().manual_seed(seed)
+    shared = [torch.randn((t.shape[1], t.shape[0]), generator=g).T for t in p.tokens]  # columns are not adjacent
+    found = ranks.combine(outputs, weighted=weighted, dprob=dprob, shared=shared, out_dtype=out_dtype)
+    top_k, hidden = p.ids[0].shape[1], p.tokens[0].shape[1]
+    rows = [torch.full((t.shape[0] * top_k, hidden), float("nan")).to(outputs[0]) for t in p.tokens]
+    inverse = [torch.full(ids.shape, -1, dtype=torch.int32) for ids in p.ids]
+    by_slot = [torch.zeros(ids.shape) for ids in p.ids]
+    for owner in range(p.num_ranks):
+        for row, (_, source, token, slot) in enumerate(exchange.slots_of(p, owner)):
+            inverse[source][token, slot] = token * top_k + slot
+            rows[source][token * top_k + slot] = outputs[owner][row]
+            by_slot[source][token, slot] = dprob[owner][row]
+    for r, (got, slots) in enumerate(found):
+        weights = p.weights[r] if weighted else None
+        want = twins.combine(rows[r], inverse[r], weights, shared[r], out_dtype)
+        assert got.dtype == out_dtype
+        assert torch.equal(exchange.bits(got), exchange.bits(want)), f"rank {r}: sums"
+        assert torch.equal(slots.cpu(), by_slot[r]), f"rank {r}: values by slot"
+
+
 def check_again(p: Problem, ranks: Ranks, seed: int) -> None:
     """Rows of other values by the plan that is there."""
     generator = torch.Generator().manual_seed(seed)
@@ -115,6 +140,20 @@ def three_ranks(device: str) -> None:
     check_combine(p, ranks, 1, weighted=False)
     check_combine(p, ranks, 2, weighted=True)
     check_no_error(ranks)
+
+
+@case
+def sums_of_slots(device: str) -> None:
+    """Rows of slots summed at home: three calls that use the places again, types of sums, ranks without tokens."""
+    for fmt, sizes, expert_map in ((padless.FP8_BLOCK, [5, 3], None), (torch.float32, [4, 0, 3], [2, 0, 1, 2, 2])):
+        p = draw(sizes, 4 if expert_map is None else 5, 160, 3, 1, expert_map=expert_map)
+        ranks = make(p, fmt=fmt, device=device, few_slots=0, sums="slots")
+        for call, out_dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
+            p = draw([max(n - call, 0) for n in sizes], len(p.expert_map), 160, 3, call, expert_map=p.expert_map)
+            check_dispatch(p, ranks, fmt, ranks.dispatch(p))
+            check_slots(p, ranks, call, weighted=call != 1, out_dtype=out_dtype)
+            check_again(p, ranks, call)
+        check_no_error(ranks)
 
 
 @both_ways

@@ -33,6 +33,8 @@ class Ranks:
         kept = [b.publish(*g, scale) for b, g in zip(self.backends, given, strict=True)]
         both = [b.receive(ids, scale) for b, ids in zip(self.backends, kept, strict=True)]
         self.plans = [plan for _, plan in both]
+        if self.settings[0].sums == "slots":
+            self.plans = [plan._replace(weights=g[2]) for plan, g in zip(self.plans, given, strict=True)]
         return [rows for rows, _ in both]
 
     def redispatch(self, x: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -41,11 +43,20 @@ class Ranks:
             b.publish_again(t)
         return [b.receive_again(t, plan) for b, t, plan in zip(self.backends, x, self.plans, strict=True)]
 
-    def combine(self, rows: list[torch.Tensor], *, weighted: bool, dprob: list | None = None) -> list:
+    def combine(
+        self, rows: list[torch.Tensor], *, weighted: bool, dprob: list | None = None, shared: list | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> list:  # fmt: skip
         for i, (b, plan) in enumerate(zip(self.backends, self.plans, strict=True)):
             given = None if dprob is None else dprob[i].to(self.device)
             b.send_back(rows[i].to(self.device), plan, plan.prob if weighted else None, given)
-        return [b.finish(plan, with_slots=dprob is not None) for b, plan in zip(self.backends, self.plans, strict=True)]
+        return [
+            b.finish(
+                plan, with_slots=dprob is not None, weighted=weighted,
+                shared=None if shared is None else shared[i].to(self.device), out_dtype=out_dtype,
+            )
+            for i, (b, plan) in enumerate(zip(self.backends, self.plans, strict=True))
+        ]  # fmt: skip
 
 
 def make(
@@ -61,6 +72,7 @@ def make(
     timeout: float = 2.0,
     few_slots: int = 1024,
     gradient_format: object = None,
+    sums: str = "ranks",
 ) -> Ranks:
     """Ranks for a problem's sizes. capacity: None is for every slot."""
     hidden, top_k, num_ranks = p.tokens[0].shape[1], p.ids[0].shape[1], p.num_ranks
@@ -70,7 +82,7 @@ def make(
         Settings(
             rank, num_ranks, len(p.expert_map), hidden, top_k, most,
             RowFormat(fmt, hidden, major), capacity or num_ranks * most * top_k,
-            torch.float32 if fmt == torch.float32 else torch.bfloat16, timeout, programs, gradient_format,
+            torch.float32 if fmt == torch.float32 else torch.bfloat16, timeout, programs, gradient_format, sums,
         )
         for rank in range(num_ranks)
     ]  # fmt: skip

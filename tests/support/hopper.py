@@ -21,13 +21,18 @@ from triton.runtime import driver as triton_driver
 
 from padless.kernels import launch, remembered, replay
 from padless.kernels.sm90_moe_decode import host as moe_decode
-from padless.moe import fused
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
 from padless.runtime.driver import ByAddress, CudaDriver, CudaLaunch
 
 STREAM = 0x5000
-_CACHES = (devices._cuda_of, driver._driver_of, fused._capability, launches.is_programmatic, casts.casts_in_hardware)
+_CACHES = (
+    devices._cuda_of,
+    driver._driver_of,
+    devices.capability_of,
+    launches.is_programmatic,
+    casts.casts_in_hardware,
+)
 _MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
 

@@ -313,21 +313,25 @@ def activations() -> list[object]:
     ]
 
 
-def assert_activated(a: object, x: torch.Tensor, names: tuple[str, ...], device: str) -> None:
+def assert_activated(
+    a: object, x: torch.Tensor, names: tuple[str, ...], device: str, row_weights: torch.Tensor | None = None
+) -> None:
     """Every format in `names`, and bfloat16."""
     from padless import formats
     from padless.moe import twins
     from padless.moe.triton.quantize_rows import quantize_rows
     from padless.quantization.quantize import quantize
 
-    data, _ = quantize_rows(x.to(device), None, activation=a)
-    same_values(data, twins.activated(x, a, in_bfloat16=True))
-    values = twins.activated(x, a, in_bfloat16=False)
+    there = None if row_weights is None else row_weights.to(device)
+    data, _ = quantize_rows(x.to(device), None, activation=a, row_weights=there)
+    same_values(data, twins.activated(x, a, row_weights, in_bfloat16=True))
+    values = twins.activated(x, a, row_weights, in_bfloat16=False)
     for name in names:
         for layout in layouts_of(name):
             given, rule = given_scale(name), rules(name)[0]
             want = quantize(values, getattr(formats, name), scale_layout=layout, global_scale=given)
-            assert_same(quantized(x.to(device), name, rule, layout, activation=a, given=given), want)
+            how = {"activation": a, "row_weights": row_weights}
+            assert_same(quantized(x.to(device), name, rule, layout, given=given, **how), want)
 
 
 @case
@@ -339,6 +343,16 @@ def activated_rows(device: str) -> None:
             x[:, ::2] = torch.randn(x[:, ::2].shape, generator=torch.Generator().manual_seed(i)) * 5
             names = (FORMATS[i % 5], FORMATS[(i + 2) % 5])
             assert_activated(a, x.to(dtype), names if dtype == torch.bfloat16 else names[:1], device)
+
+
+@case
+def weighted_rows(device: str) -> None:
+    """Activated rows times a number each: of both signs, zeros, tiny and large ones and NaN."""
+    weights = torch.tensor([0.3, -1.7, 0.0, -0.0, 1e-30, 3e8, float("nan"), 1.0, 2.0**-126])
+    for i, a in enumerate(activations()):
+        x = awkward((len(weights), 320), torch.float32, i).clamp(-3e4, 3e4)
+        x[:, ::2] = torch.randn(x[:, ::2].shape, generator=torch.Generator().manual_seed(i)) * 5
+        assert_activated(a, x.bfloat16(), (FORMATS[i % 5],), device, weights)
 
 
 @case

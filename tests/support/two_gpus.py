@@ -19,7 +19,6 @@ from triton.compiler import CompiledKernel as TritonKernel
 from triton.runtime.jit import KernelInterface
 
 from padless.kernels import launch, remembered, replay
-from padless.moe import fused
 from padless.moe.triton import route
 from padless.quantization.triton import casts, launches
 from padless.runtime import devices, driver, jit
@@ -28,7 +27,13 @@ from support import libcuda
 SECOND = torch.device("cuda", 1)
 STREAM = 0x2000  # torch's current one on the second GPU
 KERNEL = jit.CompiledKernel(b"\x7fELFfake", "cubin", "the_entry", 202_752, 384, 5, 168, 0, 0, "")
-_CACHES = (devices._cuda_of, driver._driver_of, fused._capability, launches.is_programmatic, casts.casts_in_hardware)
+_CACHES = (
+    devices._cuda_of,
+    driver._driver_of,
+    devices.capability_of,
+    launches.is_programmatic,
+    casts.casts_in_hardware,
+)
 _MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "randn", "tensor", "zeros")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from padless.epilogue import GateRule
-from padless.reference import epilogue as reference
+from padless.reference import activation as reference
 from padless.testing.compile_ahead import Gpu, kernels_of
 from padless.verify import moe_gates
 from padless.verify.checks import Check
@@ -21,16 +21,16 @@ def test_on_the_cpu(arch: str) -> None:
 
 def test_a_rule_that_is_not_kept_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values are those of another limit."""
-    original = reference.gates_of
+    original = reference.limited
 
-    def wrong(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def wrong(gate: torch.Tensor, up: torch.Tensor, rule: GateRule) -> tuple[torch.Tensor, torch.Tensor]:
         return original(gate, up, GateRule(rule.alpha, 1.5, rule.up_offset))
 
     run = moe_gates.grouped_gemm_epilogue
 
     def with_wrong(*arguments: object, **options: object) -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(reference, "gates_of", wrong)
+            patch.setattr(reference, "limited", wrong)
             return run(*arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(moe_gates, "grouped_gemm_epilogue", with_wrong)

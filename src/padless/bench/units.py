@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from padless.runtime import tensor_map
+from padless.runtime.architecture import HOPPER
 from padless.runtime.driver import Argument, Driver, LaunchShape
 from padless.runtime.jit import compile_kernel
 
@@ -132,7 +133,7 @@ def units(out: Path) -> int:
 
     machine.require_gpu("bench units")
     driver, device = cuda_driver(), torch.device("cuda", torch.cuda.current_device())
-    if driver.arch != "sm_90a":
+    if driver.arch != HOPPER.name:
         raise ValueError(f"bench units measures Hopper's units, and this GPU is {driver.arch}")
     out.mkdir(parents=True, exist_ok=True)
     buffers: dict[int, torch.Tensor] = {}

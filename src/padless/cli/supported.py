@@ -6,8 +6,12 @@ from pathlib import Path
 
 from padless.formats import FORMATS, BlockScaledFormat
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route
+from padless.runtime.architecture import ARCHITECTURES, with_own_kernels
 
-_ARCHS = {"sm_90a": "Hopper (sm_90a)", "sm_100a": "Blackwell (sm_100a, sm_103a)"}
+_ARCHS = {
+    own.name: f"{own.generation} ({', '.join(found.name for found in ARCHITECTURES if found.kernels == own.name)})"
+    for own in with_own_kernels()
+}
 _DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
 _SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
 
@@ -19,8 +23,8 @@ def supported_markdown() -> str:
         "",
         "Generated from the code: `padless info --formats`. Pairs that are not listed get a `ValueError` that says what",
         "is supported. `BF16` stands for plain bfloat16 tensors. Every pair also runs on the CPU: in plain torch by",
-        '`backend="reference"`, and the kernels themselves in the emulator, by `backend="emulator"` those of',
-        'sm_90a and `backend="emulator:sm_100a"` those of sm_100a.',
+        '`backend="reference"`, and the kernels themselves in the emulator, by',
+        " and ".join(f'`backend="{own.backend}"` those of {own.name}' for own in with_own_kernels()) + ".",
         "",
         "## Formats",
         "",

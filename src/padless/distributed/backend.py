@@ -38,9 +38,18 @@ class Backend(Protocol):
         """Rows of x (T, H), by the plan of an earlier dispatch, as they are or through the gradients' format."""
 
     def combine(
-        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        plan: ExpertPlan,
+        prob: torch.Tensor | None,
+        dprob: torch.Tensor | None,
+        shared: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(sums (T, H), dprob by slot (T, k) or None) of rows (C, H), each times its prob."""
+        """(sums (T, H), dprob by slot (T, k) or None) of rows (C, H), each times its prob.
+
+        shared (T, H), and a type of the sums that is not the rows': where sums are of slots alone.
+        """
 
     def check(self) -> None:
         """Raises RuntimeError for what a device found out."""
@@ -50,10 +59,12 @@ def choose_backend(
     backend: str, group: dist.ProcessGroup, device: torch.device, settings: Settings, placement: Placement
 ) -> Backend:
     """The backend of a name; "auto": "symm" for GPUs of one host with Triton, "deepep" for those of several with DeepEP,
-    else "collective".
+    else "collective". Raises ValueError.
     """
     if backend == "auto":
         backend = _automatic(group, device, settings)
+    if backend == "deepep" and settings.sums == "slots":
+        raise ValueError("sums is 'slots' and backend 'deepep', which adds up itself; use 'symm' or 'collective'")
     if backend == "collective":
         return CollectiveBackend(group, settings, placement)
     if backend == "deepep":
@@ -82,4 +93,4 @@ def _automatic(group: dist.ProcessGroup, device: torch.device, settings: Setting
     hosts, triton, deep_ep = zip(*every, strict=True)
     if len(set(hosts)) == 1:
         return "symm" if all(triton) and settings.capacity != "exact" else "collective"
-    return "deepep" if all(deep_ep) and deepep.fits(settings) else "collective"
+    return "deepep" if all(deep_ep) and deepep.fits(settings) and settings.sums == "ranks" else "collective"

@@ -13,6 +13,7 @@ from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K, check_matrix
 from padless.ops.checks import describe
 from padless.runtime.choices import ScaleMajor
 
+SUMS = ("ranks", "slots")
 HIDDEN_MULTIPLE = 32  # so that codes of every format are whole 16-byte words
 
 
@@ -66,6 +67,12 @@ def check_gradient_format(gradient_fmt: object, fmt: object) -> None:
         f"gradient_fmt is {gradient_fmt!r} and fmt {fmt!r}; allowed: None, and FP8_BLOCK where fmt is torch.bfloat16 or "
         "torch.float32"
     )
+
+
+def check_sums(sums: object) -> None:
+    """Raises ValueError."""
+    if sums not in SUMS:
+        raise ValueError(f"sums is {sums!r}; allowed: {', '.join(map(repr, SUMS))}")
 
 
 def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> torch.device:

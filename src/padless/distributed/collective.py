@@ -1,8 +1,9 @@
 """Exchange by torch.distributed's collectives: the definition, on gloo and NCCL.
 
 An all_gather of ids and weights, an all_to_all of each token's record once for every rank that it goes to, and back an
-all_to_all of partial sums. The numbers of records are read on the host, so this backend waits for a GPU and cannot be
-captured in a CUDA graph. Everything travels as bytes: gloo refuses one-byte floats and 16-bit integers.
+all_to_all of partial sums, or of the rows of slots. The numbers of records are read on the host, so this backend waits
+for a GPU and cannot be captured in a CUDA graph. Everything travels as bytes: gloo refuses one-byte floats and 16-bit
+integers.
 """
 
 from __future__ import annotations
@@ -74,10 +75,19 @@ class CollectiveBackend:
         return row_format.values(self._fan_out(records, plan), x.dtype)
 
     def combine(
-        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        plan: ExpertPlan,
+        prob: torch.Tensor | None,
+        dprob: torch.Tensor | None,
+        shared: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(sums (T, H), values of dprob by slot (T, k) or None)."""
         s = self._settings
+        if s.sums == "slots":
+            weights = None if prob is None else plan.weights
+            return self._combine_slots(rows, plan, weights, dprob, shared, out_dtype or s.partial)
         inverse, sources = self._present(plan)
         slots = inverse.clamp(min=0).long()
         weights = None if prob is None else prob[slots]
@@ -98,6 +108,41 @@ class CollectiveBackend:
                 dweights[tokens] += part[:, size:].contiguous().view(torch.float32).view(-1, s.top_k)
             first += len(tokens)
         return round_to(total, s.partial), None if dprob is None else dweights
+
+    def _combine_slots(
+        self,
+        rows: torch.Tensor,
+        plan: ExpertPlan,
+        weights: torch.Tensor | None,
+        dprob: torch.Tensor | None,
+        shared: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`combine` at home: the rows of a token's slots come back as they are, and are one process' operands there."""
+        s = self._settings
+        here = plan.inverse >= 0
+        sends = here.view(s.num_ranks, -1).sum(dim=1).tolist()
+        sent = plan.inverse[here].long()
+        back = as_bytes(rows[sent])
+        if dprob is not None:
+            back = torch.cat([back, as_bytes(dprob.to(torch.float32)[sent, None])], dim=1)
+        ranks = self._ranks_of(plan.ids)
+        masks = [ranks == r for r in range(s.num_ranks)]
+        receives = [int(mask.sum()) for mask in masks]
+        received = self._all_to_all(back, sends, receives)
+        inverse, first = torch.full_like(plan.ids, -1), 0
+        for mask, count in zip(masks, receives, strict=True):  # a rank's rows come by token and slot
+            inverse[mask] = torch.arange(first, first + count, dtype=torch.int32, device=rows.device)
+            first += count
+        size = s.hidden * s.partial.itemsize
+        values = received[:, :size].contiguous().view(s.partial).view(-1, s.hidden)
+        out = ops.call("combine", values, inverse, weights, shared, out_dtype)
+        if dprob is None:
+            return out, None
+        of_rows = received[:, size:].contiguous().view(torch.float32).view(-1)
+        by_slot = torch.zeros(plan.ids.shape, dtype=torch.float32, device=rows.device)
+        by_slot[inverse >= 0] = of_rows[inverse[inverse >= 0].long()]
+        return out, by_slot
 
     def check(self) -> None:
         """Nothing is found out late here: `dispatch` raises."""

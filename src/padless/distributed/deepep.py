@@ -173,7 +173,13 @@ class DeepEpBackend:
         return row_format.values(rows, x.dtype)
 
     def combine(
-        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        plan: ExpertPlan,
+        prob: torch.Tensor | None,
+        dprob: torch.Tensor | None,
+        shared: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(sums (T, H), values of dprob by slot (T, k) or None)."""
         s, route = self._settings, self._route(plan)

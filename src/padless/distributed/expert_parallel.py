@@ -18,7 +18,7 @@ from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
 from padless.distributed.settings import Settings, agree
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
-from padless.runtime.choices import Exchange, ScaleMajor, ScaleRule
+from padless.runtime.choices import Exchange, ScaleMajor, ScaleRule, Sums
 
 
 class ExpertParallel:
@@ -50,6 +50,9 @@ class ExpertParallel:
         gradient_fmt: None, or FP8_BLOCK: what the gradient of `combine`'s result travels in, half the bytes of bfloat16.
             It is quantized where it is made, in blocks of 1 x 128 and 2^60 times as large (it may be 2^67), and rows are
             its decoded values. Sums on the way back stay in bfloat16. For rows that are not quantized.
+        sums: what comes back of a token. "ranks", the sum of its rows on each rank, once a rank; "slots", its rows as
+            they are, which are summed at home: more bytes cross, and a token has the bits of one process with all
+            experts, for every number of ranks and every expert_map, in the backward pass too. Not with "deepep".
         timeout: seconds after which a rank that does not answer is an error ("symm" and "deepep"; "collective" has the
             group's).
         programs: CTAs of a kernel that moves rows ("symm"); None is eight for every SM.
@@ -83,6 +86,7 @@ class ExpertParallel:
         timeout: float = 100.0,
         programs: int | None = None,
         gradient_fmt: BlockScaledFormat | None = None,
+        sums: Sums = "ranks",
     ) -> None:
         group = process_group(group_or_mesh)
         given = {
@@ -90,7 +94,7 @@ class ExpertParallel:
             "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
             "expert_map": list(expert_map) if isinstance(expert_map, Iterable) else expert_map,
             "scale_major": scale_major, "scale_rule": scale_rule, "timeout": timeout, "programs": programs,
-            "gradient_fmt": getattr(gradient_fmt, "name", gradient_fmt),
+            "gradient_fmt": getattr(gradient_fmt, "name", gradient_fmt), "sums": sums,
         }  # fmt: skip
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         problem, facts = None, {}
@@ -99,6 +103,7 @@ class ExpertParallel:
                 raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
             major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
             checks.check_gradient_format(gradient_fmt, fmt)
+            checks.check_sums(sums)
             self.device = checks.device_of(group, device)
             facts = {"device": self.device.type} | packages(backend)
             placement = place(num_experts, self.num_ranks, self.rank, expert_map)
@@ -109,7 +114,7 @@ class ExpertParallel:
                 RowFormat(fmt, hidden, major, scale_rule),
                 checks.check_capacity(capacity, backend, default),
                 torch.float32 if fmt == torch.float32 else torch.bfloat16,
-                timeout, programs or 0, gradient_fmt,
+                timeout, programs or 0, gradient_fmt, sums,
             )  # fmt: skip
             on_device = placement.to(self.device)
         except Exception as error:  # whatever it is, the other ranks wait for this one
@@ -152,9 +157,10 @@ class ExpertParallel:
         with self.checking():
             checks.check_tokens(self.settings, self.device, tokens, ids, weights, global_scale)
         if not (torch.is_grad_enabled() and self.settings.row_format.is_plain):
-            return self._backend.dispatch(tokens.detach(), ids, weights.detach(), global_scale)
+            found, its = self._backend.dispatch(tokens.detach(), ids, weights.detach(), global_scale)
+            return found, its._replace(weights=weights.detach())
         rows, *plan = Dispatch.apply(self._backend, tracked(tokens), weights, ids)  # type: ignore[no-untyped-call]
-        return rows, ExpertPlan(*plan)
+        return rows, ExpertPlan(*plan)._replace(weights=weights.detach())
 
     def combine(self, rows: torch.Tensor, plan: ExpertPlan, *, weighted: bool = False) -> torch.Tensor:
         """Sums, at the ranks that the tokens came from, of what the experts gave for them; (T, H).
@@ -168,6 +174,9 @@ class ExpertParallel:
         rows[slot])), a weighted row being fl(prob * row), without fused multiply-add; float32 throughout for float32
         rows. The own rank's sum is rounded too. So a token's bits depend on its rows and on where its experts are, not
         on T, other tokens, its place, or timing. A token without experts is 0. A collective call. Raises ValueError.
+
+        With sums="slots": out[t] = bf16(sum over the token's slots in order, float32, of rows[slot]), as
+        `padless.moe.combine` of all its rows: it does not depend on where its experts are either.
         """
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from padless.distributed.checks import check_rows
 from padless.distributed.plan import ExpertPlan
 from padless.gradients import once_differentiable
 
@@ -29,7 +30,7 @@ class Dispatch(torch.autograd.Function):
         ctx.backend, ctx.dtypes = backend, (tokens.dtype, weights.dtype)
         ctx.save_for_backward(plan.offs, plan.inverse, plan.ids, plan.overflow)
         ctx.mark_non_differentiable(plan.offs, plan.inverse, plan.ids, plan.overflow)
-        return rows, *plan
+        return rows, *plan[:5]
 
     @staticmethod
     @once_differentiable
@@ -45,8 +46,8 @@ class Combine(torch.autograd.Function):
     """out of rows, each times plan.prob where it is weighted."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Any, rows: torch.Tensor, weighted: bool, *plan: torch.Tensor):
-        p = ExpertPlan(*(t.detach() for t in plan))
+    def forward(ctx: Any, backend: Any, rows: torch.Tensor, weighted: bool, *plan: torch.Tensor | None):
+        p = ExpertPlan(*(None if t is None else t.detach() for t in plan))  # type: ignore[arg-type]
         ctx.backend, ctx.weighted = backend, weighted
         ctx.save_for_backward(rows if weighted else None, *p)
         return backend.combine(rows.detach(), p, p.prob if weighted else None, None)[0]
@@ -63,12 +64,30 @@ class Combine(torch.autograd.Function):
             of_token = drows.to(torch.float32)
             dprob = (rows.to(torch.float32) * of_token).sum(dim=1)
             drows = (plan.prob[:, None] * of_token).to(drows.dtype)
-        return None, drows, None, None, dprob, None, None, None
+        return None, drows, None, None, dprob, None, None, None, None
+
+
+def summed(
+    ep: Any, rows: torch.Tensor, plan: ExpertPlan, shared: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """The weighted sums of a combine, plus shared (T, H), in out_dtype; not followed by autograd. A collective call.
+
+    Sums of slots are rounded once, shared included; sums of ranks are rounded to the rows' type before it is added.
+    """
+    backend = ep._backend
+    backend.check()
+    check_rows(ep.settings, ep.device, rows, plan)
+    if ep.settings.sums == "slots":
+        return backend.combine(rows, plan, plan.prob, None, shared, out_dtype)[0]  # type: ignore[no-any-return]
+    out: torch.Tensor = backend.combine(rows, plan, plan.prob, None)[0]
+    if shared is not None:
+        out = out.to(torch.float32) + shared.to(torch.float32)
+    return out.to(out_dtype)
 
 
 def gradients_of_rows(ep: Any, dout: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
     """dout (T, H) of every row's token, unweighted: (C, H). A collective call."""
-    rows: torch.Tensor = ep._backend.redispatch(dout.contiguous(), plan)
+    rows: torch.Tensor = ep._backend.redispatch(dout.to(ep.settings.partial).contiguous(), plan)
     return rows
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from padless.arguments import refuse_gradients
-from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, tracked
+from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed, tracked
 from padless.distributed.plan import ExpertPlan
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import once_differentiable
@@ -138,18 +138,15 @@ def moe_over_ranks(
 ) -> torch.Tensor:
     """`padless.moe.moe` of arguments that it has checked, but for what ``ep`` is for. A collective call. ValueError."""
     with ep.checking():
-        trains = torch.is_grad_enabled() and (x.requires_grad or top_k_weights.requires_grad)
-        check(ep, x, top_k_index, experts, num_experts, trains)
+        wanted = (t is not None and t.requires_grad for t in (x, top_k_weights, shared))
+        check(ep, x, top_k_index, experts, num_experts, torch.is_grad_enabled() and any(wanted))
     if torch.is_grad_enabled() and ep.settings.row_format.is_plain and experts.is_differentiable:
-        out = _MoeOverRanks.apply(ep, experts, tracked(x), top_k_weights, top_k_index)  # type: ignore[no-untyped-call]
-    else:
-        with torch.no_grad():
-            rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
-            y = experts.product(experts.quantized(rows, plan.offs), plan.offs)
-            out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
-    if shared is not None:
-        out = out.to(torch.float32) + shared.to(torch.float32)
-    return out.to(out_dtype)
+        given = ep, experts, tracked(x), top_k_weights, top_k_index, shared, out_dtype
+        return _MoeOverRanks.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
+    with torch.no_grad():
+        rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
+        y = experts.product(experts.quantized(rows, plan.offs), plan.offs)
+        return summed(ep, y.to(ep.settings.partial), plan, shared, out_dtype)
 
 
 def check(
@@ -182,7 +179,7 @@ def check(
             )
         if trains:
             raise ValueError(
-                f"x or top_k_weights requires grad and ep's rows in {sent.name} carry none; make ep with "
+                f"x, top_k_weights or shared requires grad and ep's rows in {sent.name} carry none; make ep with "
                 "fmt=torch.bfloat16, or call under torch.no_grad()"
             )
         if scale is not None and scale.numel() > 1:
@@ -203,13 +200,15 @@ class _MoeOverRanks(torch.autograd.Function):
     """Keeps the rows' FP8 codes, and multiplies them again in the backward pass: see `padless.moe.backward`."""
 
     @staticmethod
-    def forward(ctx: Any, ep: ExpertParallel, experts: QuantizedExperts, x, top_k_weights, top_k_index):
+    def forward(
+        ctx: Any, ep: ExpertParallel, experts: QuantizedExperts, x, top_k_weights, top_k_index, shared, out_dtype
+    ):
         received, plan = ep.dispatch(x, top_k_index, top_k_weights)
         rows = experts.quantized(received, plan.offs)
         assert isinstance(rows, BlockScaledTensor)
-        out = ep.combine(experts.product(rows, plan.offs).to(ep.settings.partial), plan, weighted=True)
+        out = summed(ep, experts.product(rows, plan.offs).to(ep.settings.partial), plan, shared, out_dtype)
         ctx.ep, ctx.experts = ep, experts
-        ctx.dtypes = x.dtype, top_k_weights.dtype
+        ctx.dtypes = x.dtype, top_k_weights.dtype, None if shared is None else shared.dtype
         ctx.save_for_backward(*plan, rows.data, rows.scale)
         return out
 
@@ -228,4 +227,5 @@ class _MoeOverRanks(torch.autograd.Function):
         assert found.dprob is not None
         dx_rows = grouped_gemm(found.dz_rows, turned, plan.offs, backend=w13.backend)
         dx, dweights = gradients_of_dispatch(ep, dx_rows.to(ep.settings.partial), found.dprob, plan)
-        return None, None, dx.to(ctx.dtypes[0]), dweights.to(ctx.dtypes[1]), None
+        dshared = dout.to(ctx.dtypes[2]) if ctx.needs_input_grad[5] else None
+        return None, None, dx.to(ctx.dtypes[0]), dweights.to(ctx.dtypes[1]), None, dshared, None

@@ -20,6 +20,7 @@ class ExpertPlan(NamedTuple):
         expert is not on this rank, C or more where the row did not fit.
     ids: (T, k) int32, this rank's own ids.
     overflow: () int32, rows that did not fit into the capacity. Where it is not 0 the next call of the object raises.
+    weights: (T, k), this rank's own router weights as they were given, without their gradients.
     """
 
     offs: torch.Tensor
@@ -27,6 +28,7 @@ class ExpertPlan(NamedTuple):
     inverse: torch.Tensor
     ids: torch.Tensor
     overflow: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 class Sorted(NamedTuple):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from padless.distributed.row_format import RowFormat
 from padless.formats import BlockScaledFormat
 from padless.quantization.lifting import LIFT
+from padless.runtime.choices import Sums
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Settings:
 
     row_format: of dispatched rows. capacity: rows of a rank, or "exact". partial: dtype of a rank's sums, bfloat16, or
     float32 for float32 rows. timeout: seconds to wait for another rank. programs: of a kernel that moves rows; 0 is
-    chosen by the device. gradient_format: that gradients of a combine's result travel in; None is as they are.
+    chosen by the device. gradient_format: that gradients of a combine's result travel in; None is as they are. sums:
+    what a combine sends back of a token, a rank's sum or the row of each slot.
     """
 
     rank: int
@@ -34,6 +36,7 @@ class Settings:
     timeout: float = 100.0
     programs: int = 0
     gradient_format: BlockScaledFormat | None = None
+    sums: Sums = "ranks"
 
     def gradient_rows(self, x: torch.Tensor) -> RowFormat:
         """Format that x (T, H) travels in by the plan of an earlier dispatch."""

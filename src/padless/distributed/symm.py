@@ -3,8 +3,8 @@
 A dispatch is `publish` (quantize into the own buffer, ids and weights to all ranks, signal), and `receive` (wait for
 all signals, sort the slots, pull every token that has rows here and store it to all of them). A combine is
 `send_back` (sum a token's rows, store the sum at its origin, signal) and `finish` (wait, add the ranks' sums in
-order). No step waits for a later step of another rank, so on one device virtual ranks can run step by step, each step
-for all of them.
+order), or with sums of slots each row is stored at the origin and added there. No step waits for a later step of
+another rank, so on one device virtual ranks can run step by step, each step for all of them.
 """
 
 from __future__ import annotations
@@ -91,10 +91,17 @@ class SymmBackend:
         return self.receive_again(x, plan)
 
     def combine(
-        self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
+        self,
+        rows: torch.Tensor,
+        plan: ExpertPlan,
+        prob: torch.Tensor | None,
+        dprob: torch.Tensor | None,
+        shared: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.send_back(rows, plan, prob, dprob)
-        return self.finish(plan, with_slots=dprob is not None)
+        weighted = prob is not None
+        return self.finish(plan, with_slots=dprob is not None, weighted=weighted, shared=shared, out_dtype=out_dtype)
 
     def check(self) -> None:
         status = self._state.status
@@ -219,7 +226,7 @@ class SymmBackend:
     def send_back(
         self, rows: torch.Tensor, plan: ExpertPlan, prob: torch.Tensor | None, dprob: torch.Tensor | None
     ) -> None:
-        """Sums the rows of every token here and stores the sum at the token's origin."""
+        """Stores the sum of every token's rows here, or each of these rows, at the token's origin."""
         from padless.distributed.triton import send_back
 
         s, state, layout = self._settings, self._state, self._state.layout
@@ -228,28 +235,47 @@ class SymmBackend:
         warps = 2 if items > ITEMS_OF_TWO_WARPS * self._programs else 4
         with self._on_device():
             send_back.fan_in[self._grid(items)](
-                state.pointers, state.counters, state.status, plan.inverse, rows, prob, dprob,
+                state.pointers, state.counters, state.status, plan.inverse, rows,
+                None if s.sums == "slots" else prob, dprob,
                 s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=warps, enable_fp_fusion=False,
+                BY_SLOT=s.sums == "slots", CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=warps,
+                enable_fp_fusion=False,
             )  # fmt: skip
 
-    def finish(self, plan: ExpertPlan, *, with_slots: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The sums of what all ranks have sent back, and values by slot."""
+    def finish(
+        self,
+        plan: ExpertPlan,
+        *,
+        with_slots: bool,
+        weighted: bool = False,
+        shared: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums of what all ranks have sent back, and values by slot.
+
+        weighted, shared, out_dtype: of sums of slots, which are weighted here.
+        """
         from padless.distributed.triton import send_back
+        from padless.moe.triton.combine import DTYPES
 
         s, state, layout = self._settings, self._state, self._state.layout
-        tokens = plan.ids.shape[0]
-        out = self._empty(tokens, s.hidden, dtype=s.partial)
+        tokens, by_slot = plan.ids.shape[0], s.sums == "slots"
+        dtype = out_dtype or s.partial
+        out = self._empty(tokens, s.hidden, dtype=dtype)
+        weights = plan.weights.contiguous() if by_slot and weighted and plan.weights is not None else None
+        if shared is not None and shared.stride(1) != 1:
+            shared = shared.contiguous()
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
         with self._on_device():
             send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)](
-                state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, out, slots,
-                s.rank, tokens, s.max_tokens, s.num_experts,
+                state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, weights, shared,
+                out, slots, s.rank, tokens, s.max_tokens, s.num_experts, 0 if shared is None else shared.stride(0),
                 layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
                 R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-                CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False,
+                OUT=DTYPES[dtype], BY_SLOT=by_slot, CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
         return out, slots
 

@@ -37,7 +37,8 @@ class Layout:
     ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
     scales: 2 x R x Tmax x scales of a token, by parity and source rank, where they are MN-major: else none.
     slots: Tmax x k float32: what a combine brings back by slot (gradients of weights).
-    x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed.
+    x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed, or where sums are of slots
+        Tmax x k x H rows.
     """
 
     listed: int
@@ -70,7 +71,7 @@ def layout_of(s: Settings) -> Layout:
         "scales": 2 * s.num_ranks * s.max_tokens * s.row_format.placed_columns * 4,
         "slots": table,
         "x": 2 * s.max_tokens * record,
-        "part": s.num_ranks * s.max_tokens * s.hidden * s.partial.itemsize,
+        "part": (s.top_k if s.sums == "slots" else s.num_ranks) * s.max_tokens * s.hidden * s.partial.itemsize,
     }
     offsets, end = {}, 0
     for name, size in sizes.items():

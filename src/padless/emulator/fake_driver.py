@@ -13,6 +13,7 @@ import torch
 from padless.emulator.emulator import Emulator, LaunchResult
 from padless.emulator.run.machine import Machine
 from padless.emulator.state.memory import DeviceMemory
+from padless.emulator.timing.rates import CHIPS, H200
 
 if TYPE_CHECKING:
     from padless.runtime.driver import Argument, LaunchShape
@@ -40,7 +41,7 @@ class EmulatedDriver:
 
     kind = "ptx"
 
-    def __init__(self, arch: str = "sm_90a") -> None:
+    def __init__(self, arch: str = H200.arch) -> None:
         self.arch = arch
         self._local = threading.local()
 
@@ -130,12 +131,12 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
     return memory
 
 
-_DRIVERS = {arch: EmulatedDriver(arch) for arch in ("sm_90a", "sm_100a")}
+_DRIVERS = {chip.arch: EmulatedDriver(chip.arch) for chip in CHIPS.values()}
 _in_place = threading.local()  # by architecture, the device that stands in for this thread's emulated one
 
 
-def emulated_driver(arch: str = "sm_90a") -> EmulatedDriver:
-    """The one emulated device of an architecture in this process: sm_90a (Hopper) or sm_100a (Blackwell)."""
+def emulated_driver(arch: str = H200.arch) -> EmulatedDriver:
+    """The one emulated device of an architecture, that of a chip, in this process."""
     if arch not in _DRIVERS:
         raise ValueError(f"arch is {arch!r}; allowed: {', '.join(map(repr, _DRIVERS))}")
     found: EmulatedDriver = vars(_in_place).get(arch, _DRIVERS[arch])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -13,6 +13,8 @@ from padless.checkpoints import from_deepseek, from_torch
 from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
+from padless.runtime.architecture import BLACKWELL
+from padless.runtime.devices import kernels_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,16 +98,66 @@ def activations_for(weights: BlockScaledTensor) -> str:
     """
     if weights.format not in (MXFP4, NVFP4):
         return ACTIVATIONS[weights.format].name
-    on_blackwell = weights.device.type == "cuda" and capability(weights.device.index or 0) >= (10, 0)
-    if not on_blackwell:
+    if kernels_for(weights.device) != BLACKWELL.name:
         return BF16
     return "MXFP8" if weights.format == MXFP4 else weights.format.name
 
 
-@lru_cache(maxsize=16)
-def capability(index: int) -> tuple[int, int]:
-    """Compute capability of a GPU."""
-    return torch.cuda.get_device_capability(index)
+class Derived(Protocol):
+    """Weights built from the parameters of one layer, with copies of their own that CUDA graphs may read."""
+
+    @property
+    def sources(self) -> tuple[torch.Tensor | None, ...]:
+        """The parameters."""
+
+    def write_again(self) -> None:
+        """Writes every copy anew, where it lies."""
+
+
+_DERIVED: WeakSet[Derived] = WeakSet()
+
+
+def register_derived(derived: Derived) -> None:
+    """Lets `refresh` know of it while it lives."""
+    _DERIVED.add(derived)
+
+
+def refresh(*written: torch.Tensor) -> None:
+    """Writes anew, where they lie, the copies that plug-ins made of weights: for those who wrote to parameters in place.
+
+    written: the parameters; none stands for all of the process. What torch counts as a write is seen without this at the
+    next call, which then has new copies; but CUDA graphs read the old ones, and writes through ``.data``, by another
+    process or in inference mode are not counted.
+    """
+    addresses = {t.data_ptr() for t in written}
+    for derived in list(_DERIVED):
+        if not written or any(t is not None and t.data_ptr() in addresses for t in derived.sources):
+            derived.write_again()
+
+
+def rewritten(old: ExpertWeights, new: ExpertWeights) -> ExpertWeights:
+    """``old`` with the values of ``new``, copied to where they are not the same memory; new where they are not alike."""
+    pairs = list(zip(_parts(old), _parts(new), strict=True))
+    if any(_kind(mine) != _kind(other) for mine, other in pairs) or old.activations != new.activations:
+        return new
+    for mine, other in pairs:
+        if mine is not None and other is not None and mine.data_ptr() != other.data_ptr():
+            with torch.inference_mode(mine.is_inference()), torch.no_grad():
+                mine.copy_(other)
+    return old
+
+
+def _parts(weights: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
+    """All tensors, codes and scales as bytes."""
+    parts: list[torch.Tensor | None] = []
+    for t in (weights.w13, weights.w2):
+        scale = t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
+        parts += [t.data.view(torch.uint8), scale, t.global_scale]
+    return *parts, weights.bias13, weights.bias2
+
+
+def _kind(t: torch.Tensor | None) -> tuple[Any, ...] | None:
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 
 class WeightCache:
@@ -115,7 +167,8 @@ class WeightCache:
         self._remedy = remedy
         self._key: tuple[Any, ...] | None = None
         self._weights: ExpertWeights | None = None
-        self._sources: tuple[torch.Tensor | None, ...] = ()
+        self.sources: tuple[torch.Tensor | None, ...] = ()
+        register_derived(self)
 
     def get(
         self,
@@ -130,12 +183,21 @@ class WeightCache:
         sources = (w13, w13_scale, w2, w2_scale, bias13, bias2)
         key = tuple(None if t is None else _identity(t) for t in sources)
         if self._weights is None or key != self._key:
-            first = block_scaled("w13", w13, w13_scale, self._remedy)
-            second = in_tiles(block_scaled("w2", w2, w2_scale, self._remedy))
-            self._weights = ExpertWeights(first, second, _float32(bias13), _float32(bias2), activations_for(first))
+            self._weights = self._built(w13, w13_scale, w2, w2_scale, bias13, bias2)
             # The tensors are kept, so that no other one can be at the address of a freed one.
-            self._key, self._sources = key, sources
+            self._key, self.sources = key, sources
         return self._weights
+
+    def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
+        first = block_scaled("w13", w13, w13_scale, self._remedy)
+        second = in_tiles(block_scaled("w2", w2, w2_scale, self._remedy))
+        return ExpertWeights(first, second, _float32(bias13), _float32(bias2), activations_for(first))
+
+    def write_again(self) -> None:
+        """Writes what was built anew, where it lies."""
+        if self._weights is not None:
+            self._weights = rewritten(self._weights, self._built(*self.sources))
+            self._key = tuple(None if t is None else _identity(t) for t in self.sources)
 
 
 def _float32(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 import torch
 
-from padless.epilogue import ACTIVATIONS, SCALED_MAX, Epilogue, EpilogueTensors
+from padless.epilogue import SCALED_MAX, Epilogue, EpilogueTensors
 from padless.kernels import maps
 from padless.kernels.config import Requirement
-from padless.kernels.epilogue_gate import MULTIPLES_OF_N, check_gate_up, gate_constants
+from padless.kernels.epilogue_gate import MULTIPLES_OF_N, activation_constants, check_gate_up
 from padless.kernels.launch import KernelConfig
 from padless.runtime import tensor_map
 from padless.runtime.driver import Driver
@@ -41,7 +41,6 @@ class QuantConfig:
 # --- names on the device side ---------------------------------------------------------------------------------
 
 _MX_RULES = {"floor": "FLOOR", "cudnn": "NORM_CONST", "cudnn_documented": "NORM_CONST_FIRST"}  # others: RCEIL
-_GLU_NAMES = {name: f"GLU_{name.removeprefix('swiglu_').upper()}" for name in ACTIVATIONS}
 _LAYOUTS = {"plain": "STRIDED", "plain_mn": "STRIDED", "blocked": "BLOCKED", "blocked_groups": "BLOCKED_GROUPS"}
 
 
@@ -58,16 +57,14 @@ def prelude_of(epilogue: Epilogue) -> str:
     lines = ["#define EPILOGUE_IS_QUANT 1"]
     lines += [f"#define {name} {int(value)}" for name, value in constants.items()]
     lines += [
-        f"#define GLU {_GLU_NAMES[epilogue.activation]}",
+        f"#define GLU GLU_{epilogue.order.upper()}",
         f"#define ROW_QUANT QUANT_{getattr(epilogue.row_format, 'name', 'NONE')}",
         f"#define COLUMN_QUANT QUANT_{getattr(epilogue.column_format, 'name', 'NONE')}",
         f"#define MX_RULE MX_{_MX_RULES.get(epilogue.scale_rule, 'RCEIL')}",
         f"#define ROW_SCALES SCALES_{_LAYOUTS[epilogue.row_layout if epilogue.row_format else 'plain']}",
         f"#define COLUMN_SCALES SCALES_{_LAYOUTS[epilogue.column_layout if epilogue.column_format else 'plain']}",
     ]
-    lines += gate_constants(epilogue.gate_rule)
-    if epilogue.gate_in_bf16:
-        lines.append("#define GATE_IN_BF16 1")
+    lines += activation_constants(epilogue)
     if epilogue.norm_const and epilogue.format is not None:
         lines.append(f"#define SCALED_MAX {SCALED_MAX[epilogue.scale_rule, epilogue.format]}f")
     return "\n".join(lines) + "\n"
@@ -94,9 +91,10 @@ def check_outputs(
     alignments: Mapping[str, int] = MappingProxyType({"bias": 8}),
 ) -> None:
     """Raises ValueError for sizes and addresses that the kernels' stores cannot have; alignments: bytes, of others."""
-    multiple = check_gate_up(epilogue.activation, multiples)
+    multiple = check_gate_up(epilogue, multiples)
     if n % multiple != 0:
-        raise ValueError(f"N is {n}; it must be a multiple of {multiple} for activation {epilogue.activation!r}")
+        order = f"gate_up {epilogue.gate_up!r}" if epilogue.is_glu else f"activation {epilogue.activation!r}"
+        raise ValueError(f"N is {n}; it must be a multiple of {multiple} for {order}")
     for name in ("d", "row_codes", "column_codes"):
         t = getattr(tensors, name)
         if t is None or t.numel() == 0:

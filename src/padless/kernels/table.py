@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from padless.kernels.config import BF16 as BF16
 from padless.kernels.config import format_name as format_name
 from padless.kernels.sm90_bf16 import config as sm90_bf16
+from padless.runtime.architecture import BLACKWELL, HOPPER
+from padless.runtime.architecture import kernels_arch as kernels_arch
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +86,7 @@ class Route:
 
     Attributes:
         operation: "grouped_gemm", "gemm" or one of the quantising calls, named as ``ROUTES`` does.
-        arch: "sm_90a" (Hopper) or "sm_100a" (Blackwell).
+        arch: name of an architecture with kernels of its own (`padless.runtime.architecture`).
         a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
         module: the host side, a key of ``_HOSTS``; verification's random problems are seeded by it.
         kernel: the device side, a file in ``kernels/``.
@@ -160,27 +162,19 @@ def _routes(operations: Iterable[str], arch: str, pairs: _Pairs, module: str, an
 # chooses the other. MXFP8 on Hopper: what each costs is in docs/kernels/sm90_mxfp8/index.md.
 _PRODUCTS = ("grouped_gemm", "gemm")
 ROUTES: tuple[Route, ...] = (
-    *_routes(_PRODUCTS, "sm_90a", _FP8_BLOCK, "sm90_fp8"),
-    *_routes(_PRODUCTS, "sm_90a", _MXFP8, "sm90_mxfp8"),
-    *_routes(_PRODUCTS, "sm_90a", _BF16, "sm90_bf16"),
-    *_routes((QUANT,), "sm_90a", _FP8_BLOCK, "sm90_fp8_quant"),
-    *_routes((QUANT,), "sm_90a", _MXFP8, "sm90_mxfp8_quant"),
-    *_routes((QUANT,), "sm_90a", {pair: _BF16[pair] for pair in sm90_bf16.QUANT_PAIRS}, "sm90_bf16_quant"),
-    *_routes(("gemm",), "sm_100a", _DENSE, "sm100_mxfp8_dense", any_n=True),
-    *_routes(_PRODUCTS, "sm_100a", _SM100, "sm100_grouped"),
-    *_routes((QUANT,), "sm_100a", _SM100, "sm100_grouped_quant"),
+    *_routes(_PRODUCTS, HOPPER.name, _FP8_BLOCK, "sm90_fp8"),
+    *_routes(_PRODUCTS, HOPPER.name, _MXFP8, "sm90_mxfp8"),
+    *_routes(_PRODUCTS, HOPPER.name, _BF16, "sm90_bf16"),
+    *_routes((QUANT,), HOPPER.name, _FP8_BLOCK, "sm90_fp8_quant"),
+    *_routes((QUANT,), HOPPER.name, _MXFP8, "sm90_mxfp8_quant"),
+    *_routes((QUANT,), HOPPER.name, {pair: _BF16[pair] for pair in sm90_bf16.QUANT_PAIRS}, "sm90_bf16_quant"),
+    *_routes(("gemm",), BLACKWELL.name, _DENSE, "sm100_mxfp8_dense", any_n=True),
+    *_routes(_PRODUCTS, BLACKWELL.name, _SM100, "sm100_grouped"),
+    *_routes((QUANT,), BLACKWELL.name, _SM100, "sm100_grouped_quant"),
 )
 # Products of plain bfloat16 tensors on both sides, which no table of formats describes. They have calls of their own
 # (padless.ops.grouped_gemm_plain).
-PLAIN_ROUTES = tuple(_routes(_PRODUCTS, "sm_90a", _PLAIN, "sm90_bf16_plain"))
-
-# Devices that run the code of another architecture's kernels.
-_SAME_KERNELS = {"sm_103a": "sm_100a"}
-
-
-def kernels_arch(arch: str) -> str:
-    """The architecture whose kernels a device of ``arch`` runs: "sm_100a" for "sm_103a"."""
-    return _SAME_KERNELS.get(arch, arch)
+PLAIN_ROUTES = tuple(_routes(_PRODUCTS, HOPPER.name, _PLAIN, "sm90_bf16_plain"))
 
 
 def find_route(operation: str, arch: str, a: str, b: str, config: object = None) -> Route:

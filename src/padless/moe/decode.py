@@ -12,13 +12,14 @@ from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.moe.activation import Activation
 from padless.moe.fused import gate_rule_of
+from padless.runtime.architecture import HOPPER
 from padless.runtime.choices import BackendName
 from padless.runtime.devices import chosen_backend, device_of
 
 # Where one launch is faster than several, as measured on an H200: up to so many tokens whose hidden rows have at most so
 # many values, and rows of x so many columns; a token alone always.
 MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 3 << 14, 4096
-MOST_FP4_TOKENS = 1  # with FP4 weights
+MOST_FP4_TOKENS = 8  # with FP4 weights
 
 SPIN_LIMIT = 0  # turns of a wait for other CTAs after which a launch traps instead of hanging; 0 is none
 
@@ -77,7 +78,7 @@ def moe_in_one_launch(
     ):
         return None
     driver = device_of(backend, x)
-    if driver.arch != "sm_90a":
+    if driver.arch != HOPPER.name:
         return None
     shape: LayerShape | Fp4LayerShape = (
         host_fp4.shape_of(top_k_index, w2, driver.num_sms(x.device.index or 0))

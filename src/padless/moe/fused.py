@@ -14,7 +14,9 @@ from padless.moe.activation import Activation
 from padless.ops.checks import check_operands, data_of
 from padless.ops.epilogue_run import check_columns, compute, prepare, with_outputs
 from padless.row_groups import is_traced
+from padless.runtime.architecture import BLACKWELL
 from padless.runtime.choices import BackendName
+from padless.runtime.devices import kernels_for
 
 SCALE_RULES = {"FP8_BLOCK": "", "NVFP4": "te"}
 
@@ -32,24 +34,13 @@ def fuses(
     if activation.kind != "swiglu":
         return False
     n = weights.data.shape[1]
-    on_blackwell, is_fp4 = _on_blackwell(weights.device, backend), weights.format in (MXFP4, NVFP4)
+    is_fp4, on_blackwell = weights.format in (MXFP4, NVFP4), kernels_for(weights.device, backend) == BLACKWELL.name
     if is_fp4 and format == FP8_BLOCK and not on_blackwell:
         return False
     if activation.gate_up == "alternating":
         return is_fp4 and format != FP8_BLOCK and n % 64 == 0 and not on_blackwell
     apart = activation.gate_up == "concatenated"
     return n % 128 == 0 and not (apart and weights.scale_layout != "plain")
-
-
-def _on_blackwell(device: torch.device, backend: str | None) -> bool:
-    if device.type == "cuda":
-        return _capability(device.index or 0) >= (10, 0)
-    return backend is not None and backend.endswith("sm_100a")
-
-
-@lru_cache(maxsize=16)
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 def gate_rule_of(activation: Activation) -> GateRule | None:
@@ -61,20 +52,28 @@ def gate_rule_of(activation: Activation) -> GateRule | None:
 
 @lru_cache(maxsize=64)
 def epilogue_of(
-    gate_up: str, has_bias: bool, format: BlockScaledFormat | None, gate_rule: GateRule | None = None
+    gate_up: str,
+    has_bias: bool,
+    format: BlockScaledFormat | None,
+    gate_rule: GateRule | None = None,
+    has_row_weights: bool = False,
 ) -> Epilogue:
     """SwiGLU, quantized to format with scales that the next product reads, or rounded to bfloat16 for None."""
     if format is None:
         return Epilogue(
             bias=has_bias,
-            activation=f"swiglu_{gate_up}",
+            prob=has_row_weights,
+            activation="swiglu",
+            gate_up=gate_up,
             gate_rule=gate_rule,
             gate_in_bf16=True,
             d_dtype=torch.bfloat16,
         )
     return Epilogue(
         bias=has_bias,
-        activation=f"swiglu_{gate_up}",
+        prob=has_row_weights,
+        activation="swiglu",
+        gate_up=gate_up,
         gate_rule=gate_rule,
         gate_in_bf16=True,
         row_format=format,
@@ -94,15 +93,18 @@ def swiglu(
     format: BlockScaledFormat | None,
     global_scale: torch.Tensor | None,
     backend: BackendName | None,
+    row_weights: torch.Tensor | None = None,
 ) -> BlockScaledTensor | torch.Tensor:
     """silu(gate) * up of a @ weights of its group (+ bias), (M, N / 2), as `padless.grouped_gemm_swiglu_quant`.
 
     bias: (G, N); in another dtype than float32 it is converted first. global_scale: NVFP4's, one value or (G,).
+    row_weights: (M,) float32, contiguous, that the activated rows are multiplied by.
     """
-    epilogue = epilogue_of(gate_up, bias is not None, format, gate_rule)
+    epilogue = epilogue_of(gate_up, bias is not None, format, gate_rule, row_weights is not None)
     m, (num_groups, n, _) = a.shape[0], weights.data.shape
     numbers = EpilogueTensors(
         bias=None if bias is None else bias.to(torch.float32).contiguous(),
+        prob=row_weights,
         global_scale=None if global_scale is None else global_scale.reshape(-1),
     )
     tensors = with_outputs(epilogue, numbers, m, n, num_groups, a.device)
@@ -141,5 +143,5 @@ def _launch(
         return prepare(a, weights, offs, epilogue, tensors, "cuda", None)
 
     t = tensors
-    facts = facts_of((epilogue,), a, weights, offs, t.bias, t.global_scale, t.d, t.row_codes, t.row_scale)
+    facts = facts_of((epilogue,), a, weights, offs, t.bias, t.prob, t.global_scale, t.d, t.row_codes, t.row_scale)
     launch_remembered(facts, pack, offs)

@@ -223,7 +223,7 @@ def _factors(global_scale: torch.Tensor | None, scale_rule: str) -> torch.Tensor
 
 def _activate_quantize_fake(
     x: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
-    format: str, scale_rule: str, scale_layout: str, global_scale: Any, offs: Any,
+    format: str, scale_rule: str, scale_layout: str, global_scale: Any, offs: Any, row_weights: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     K = Activation(kind, gate_up, alpha, limit, up_offset).out_columns(x.shape[1])
     return _quantized_fake(x.shape[0], K, format, scale_layout, x)
@@ -232,18 +232,21 @@ def _activate_quantize_fake(
 @operator(
     "activate_quantize",
     "(Tensor x, str kind, str gate_up, float alpha, float? limit, float up_offset, str format, str scale_rule, "
-    "str scale_layout, Tensor? global_scale, Tensor? offs) -> (Tensor, Tensor)",
+    "str scale_layout, Tensor? global_scale, Tensor? offs, Tensor? row_weights=None) -> (Tensor, Tensor)",
     _activate_quantize_fake,
 )
 def _activate_quantize(
     x: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
     format: str, scale_rule: str, scale_layout: str, global_scale: torch.Tensor | None, offs: torch.Tensor | None,
+    row_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """row_weights: (rows of x,) float32 that the activated rows are multiplied by before anything is rounded."""
     activation = Activation(kind, gate_up, alpha, limit, up_offset)
     fmt = FORMAT_BY_NAME.get(format)
     if runs_triton(x):
-        return _quantized(x, fmt, scale_rule, scale_layout, global_scale, offs, activation=activation)
-    values = twins.activated(x, activation, in_bfloat16=fmt is None)
+        how = {"activation": activation, "row_weights": row_weights}
+        return _quantized(x, fmt, scale_rule, scale_layout, global_scale, offs, **how)
+    values = twins.activated(x, activation, row_weights, in_bfloat16=fmt is None)
     if fmt is None:
         return values, torch.empty(0, dtype=torch.uint8, device=x.device)
     return _quantized_by_twin(values, fmt, scale_rule, scale_layout, global_scale, offs)

@@ -14,6 +14,7 @@ from padless.distributed import ExpertParallel
 from padless.distributed.functions import tracked
 from padless.formats import NVFP4
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
+from padless.nn.codes import ExpertCodes, expert_codes
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule, check_dtype
 from padless.nn.recipe import Recipe
@@ -141,10 +142,16 @@ class Experts(QuantizedModule):
         backward = has_backward(x, top_k_weights, w13, w2)
         operands = self._operands("w13", parameter13, w13, backward), self._operands("w2", parameter2, w2, backward)
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
-        if self.ep is None:
-            return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
-        out = apply_experts(x, top_k_index, top_k_weights, w13, w2, None, plan, *operands)
-        return out if shared is None else (out.to(torch.float32) + shared.to(torch.float32)).to(out.dtype)
+        return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
+
+    def codes(self) -> ExpertCodes:
+        """The codes that the next forward pass multiplies with, bit for bit, for who samples from this layer.
+
+        With ``ep`` they are those of ep.local_experts; parameters that are DTensors are gathered first, on all
+        ranks that have them. Raises ValueError for a recipe whose forward product has no codes.
+        """
+        w13, w2 = (getattr(w, "full_tensor", lambda w=w: w)().detach() for w in (self.w13, self.w2))
+        return expert_codes(w13, w2, self.recipe, gate_up=self.gate_up)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}"

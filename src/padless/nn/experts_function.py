@@ -7,6 +7,9 @@ the two weight gradients.
 The routing weights multiply rows after w2 in the forward pass and H before it in the backward pass, which is the same
 derivative: so nothing of w2's size is kept for their gradient, and dout needs no pass of its own.
 
+`padless.nn.experts_of_rows` (`padless.nn.rows_function`) is the same without gathers and sums, for rows that are
+sorted by expert already; their weights, if any, multiply H in both passes.
+
 With experts on several ranks `padless.distributed.ExpertParallel` takes the place of the gathers and the sums: rows of a
 group are in the order of (rank, token, slot), which is that of one process with the tokens of all ranks.
 """
@@ -20,7 +23,7 @@ import torch
 
 from padless.arguments import check_tensor_type, check_type, is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
-from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows
+from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed
 from padless.epilogue import INTERLEAVE
 from padless.formats import NVFP4, BlockScaledTensor
 from padless.gradients import once_differentiable
@@ -146,18 +149,23 @@ class Plan:
     """What `experts` does beside its tensors, by the names of its arguments.
 
     ep: the exchange with other ranks' experts; None where all experts are here.
+    of_rows: x has a row for every row, sorted by expert: in the places of top_k_index and top_k_weights are offs and the
+        rows' weights or None.
+    input_major: weights are (E, H, 2 I) and (E, I, H).
     """
 
     recipe: Recipe
     gate_up: SwigluGateUp
     delayed_wgrad: DelayedWgrad | None
     ep: ExpertParallel | None = None
+    of_rows: bool = False
+    input_major: bool = False
 
 
 def apply_experts(
     x: torch.Tensor,
     top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    top_k_weights: torch.Tensor | None,
     w13: torch.Tensor,
     w2: torch.Tensor,
     shared: torch.Tensor | None,
@@ -177,7 +185,7 @@ class _Experts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        top_k_weights: torch.Tensor | None,
         w13: torch.Tensor,
         w2: torch.Tensor,
         shared: torch.Tensor | None,
@@ -185,26 +193,32 @@ class _Experts(torch.autograd.Function):
         plan: Plan,
         *operands: Any,
     ) -> torch.Tensor:
-        recipe, ep, dtypes = plan.recipe, plan.ep, (x.dtype, top_k_weights.dtype)
+        recipe, ep = plan.recipe, plan.ep
+        dtypes = x.dtype, None if top_k_weights is None else top_k_weights.dtype
         made13, made2 = joined_operands(recipe, *operands[:4]), joined_operands(recipe, *operands[4:])
         needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
         trains = needs_x or needs_prob or needs13 or needs2
-        prob, tokens, where = top_k_weights, None, None
-        if ep is None:
+        prob, tokens, inverse, where = top_k_weights, None, None, None
+        if plan.of_rows:
+            offs = top_k_index
+        elif ep is None:
             offs, tokens, inverse = call("route", top_k_index, w13.shape[0])
         else:
+            assert top_k_weights is not None
             x, where = ep.dispatch(x, top_k_index, top_k_weights)  # type: ignore[assignment]
             offs, prob, inverse = where.offs, where.prob, where.inverse
 
         # First product: rows for it, and what its weight's gradient reads.
         rows, columns = _gathered(x, tokens, inverse, offs, recipe, needs13)
-        z, hidden = _hidden(rows, made13.forward, offs, plan)
-        y = product(hidden, made2.forward, offs, transposed=False, zero_tail=False)
+        z, hidden = _hidden(rows, made13.forward, offs, plan, prob if plan.of_rows else None)
+        y = product(hidden, made2.forward, offs, transposed=False, zero_tail=plan.of_rows)
         out: torch.Tensor
-        if ep is None or where is None:
+        if plan.of_rows:
+            out = y if y.dtype == x.dtype else y.to(x.dtype)
+        elif ep is None or where is None:
             out = call("combine", y, inverse, top_k_weights, shared, dtypes[0])
         else:
-            out = ep.combine(y.to(dtypes[0]), where, weighted=True)
+            out = summed(ep, y.to(dtypes[0]), where, shared, dtypes[0])
 
         ctx.plan = plan
         ctx.dtypes = dtypes
@@ -247,14 +261,14 @@ class _Experts(torch.autograd.Function):
 def _gathered(
     x: torch.Tensor,
     tokens: torch.Tensor | None,
-    inverse: torch.Tensor,
+    inverse: torch.Tensor | None,
     offs: torch.Tensor,
     recipe: Recipe,
     needs_wgrad: bool,
 ) -> tuple[Rows, Columns | None]:
     """x by experts: the operand of the first product, and that of its weight's gradient where it is quantized.
 
-    tokens: None where x has a row for every row, as it comes from other ranks.
+    tokens: None where x has a row for every row, as it comes from other ranks or from `experts_of_rows`' caller.
     """
     rows: Rows | None = None
     fp8_columns = recipe.fp8_wgrad and needs_wgrad
@@ -276,17 +290,24 @@ def _gathered(
     return of_rows if rows is None else rows, of_columns if fp8_columns else None
 
 
-def _hidden(rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan) -> tuple[torch.Tensor | None, Rows]:
-    """(values before the activation, the operand of the second product); in one launch where the former are not kept."""
+def _hidden(
+    rows: Rows, w13: Rows, offs: torch.Tensor, plan: Plan, row_weights: torch.Tensor | None
+) -> tuple[torch.Tensor | None, Rows]:
+    """(values before the activation, the operand of the second product); in one launch where the former are not kept.
+
+    row_weights: what rows are multiplied by behind the activation, in float32.
+    """
     recipe = plan.recipe
     if recipe.fp8_forward and recipe.save == "recompute" and w13.shape[1] % _FUSED_MULTIPLE == 0:
         assert isinstance(rows, BlockScaledTensor)
         assert isinstance(w13, BlockScaledTensor)
-        return None, swiglu_product(rows, w13, offs, plan.gate_up)
+        return None, swiglu_product(rows, w13, offs, plan.gate_up, row_weights)
     z = product(rows, w13, offs, transposed=False, zero_tail=False)
     name = recipe.forward.name if is_block_scaled(recipe.forward) else BF16
     rule = RULES.get(name, "")
-    data, scale = call("activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, rule, "plain", None, None)
+    data, scale = call(
+        "activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, rule, "plain", None, None, row_weights
+    )
     if is_block_scaled(recipe.forward):
         return z, quantized(data, scale, format=recipe.forward)
     return z, call("nvfp4_rows", data, offs, False) if recipe.forward == NVFP4 else data
@@ -303,7 +324,9 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     )
     z = _values_before_activation(plan, kept, x, tokens, again, offs)
     where = None if ep is None else ExpertPlan(offs, prob, inverse, *more)
-    if where is None:
+    if plan.of_rows:
+        prob = dout.new_ones(dout.shape[0], dtype=torch.float32) if prob is None else prob
+    elif where is None:
         prob = call("slots_to_rows", prob, inverse)
     else:
         dout = gradients_of_rows(ep, dout, where)
@@ -320,21 +343,25 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     del dh, z, dy_rows
     w13, w2 = ctx.weights
     along = offs_of_columns(offs, recipe) if needs13 or needs2 else offs
-    dw2 = deliver(w2, plan.delayed_wgrad, dy_columns, lowered(h_columns), along) if needs2 else None
+    dw2 = _weight_gradient(w2, plan, dy_columns, lowered(h_columns), along) if needs2 else None
     del dy_columns, h_columns
 
     # First product.
     dx = dprob = dw13 = None
     if needs_x or (needs_prob and where is not None):
         w13_rows = lowered(joined(*dgrad13, format=recipe.dgrad))
-        dx_rows = product(dz_rows, w13_rows, offs, transposed=True, zero_tail=False)
-        if where is None:
+        dx_rows = product(dz_rows, w13_rows, offs, transposed=True, zero_tail=plan.of_rows)
+        if plan.of_rows:
+            dx = dx_rows.to(ctx.dtypes[0])
+        elif where is None:
             dx = call("combine", dx_rows, inverse, None, None, ctx.dtypes[0])
         else:
             dx, dprob = gradients_of_dispatch(ep, dx_rows.to(ctx.dtypes[0]), dprob_rows, where)
             dprob = dprob.to(ctx.dtypes[1])
         del dx_rows
-    if needs_prob and where is None:
+    if plan.of_rows:
+        dprob = dprob_rows if needs_prob else None
+    elif needs_prob and where is None:
         dprob = call("rows_to_slots", dprob_rows, inverse, ctx.dtypes[1])
     if needs13:
         x_columns: Columns
@@ -342,8 +369,16 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             x_columns = operands_of_rows(x, offs, None, recipe.wgrad, (1, 128), tokens=tokens)[1]
         else:
             x_columns = joined_columns(saved_columns, ctx.facts, offs)
-        dw13 = deliver(w13, plan.delayed_wgrad, dz_columns, lowered(x_columns), along)
+        dw13 = _weight_gradient(w13, plan, dz_columns, lowered(x_columns), along)
     return dx, dprob, dw13, dw2
+
+
+def _weight_gradient(
+    weight: torch.Tensor, plan: Plan, dy: Columns, x: Columns, offs: torch.Tensor
+) -> torch.Tensor | None:
+    """dy.T @ x of each group in the order of the weight's axes, for autograd."""
+    left, right = (x, dy) if plan.input_major else (dy, x)
+    return deliver(weight, plan.delayed_wgrad, left, right, offs)
 
 
 def _values_before_activation(

@@ -41,18 +41,29 @@ def product(a: Rows, w: Rows, offs: torch.Tensor, *, transposed: bool, zero_tail
     return out
 
 
-def swiglu_product(a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str) -> BlockScaledTensor:
-    """silu(gate) * up of a @ w[g].T, quantized in the product's epilogue: FP8_BLOCK (M, I)."""
-    found = swiglu(a, w, offs, gate_up=gate_up, bias=None, format=FP8_BLOCK, global_scale=None, backend=None)
+def swiglu_product(
+    a: BlockScaledTensor, w: BlockScaledTensor, offs: torch.Tensor, gate_up: str, row_weights: torch.Tensor | None
+) -> BlockScaledTensor:
+    """silu(gate) * up of a @ w[g].T, times row_weights (M,) if given, quantized in the epilogue: FP8_BLOCK (M, I)."""
+    found = swiglu(
+        a, w, offs, gate_up=gate_up, bias=None, format=FP8_BLOCK, global_scale=None, backend=None,
+        row_weights=row_weights,
+    )  # fmt: skip
     assert isinstance(found, BlockScaledTensor)
     return found
 
 
 def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """dy[rows of g].T @ x[rows of g], (G, N, K): `padless.grouped_gemm_wgrad`, or its like of plain rows."""
+    """dy[rows of g].T @ x[rows of g], (G, N, K): `padless.grouped_gemm_wgrad`, or its like of plain rows.
+
+    For a weight (G, K, N) the two change places. Scales that features share belong to the kernel's second operand
+    alone: with them as the first the product is computed transposed, and copied.
+    """
     if isinstance(dy, torch.Tensor):
         return _tensor(call("bf16_grouped_gemm_wgrad", dy, x, offs, out_dtype))
     assert isinstance(x, GroupedColumns)
+    if _features_share_scales(dy):
+        return wgrad(x, dy, offs, out_dtype).mT.contiguous()
     # Launches are remembered for outputs that are given.
     out = torch.empty((offs.shape[0], dy.data.shape[0], x.data.shape[0]), dtype=out_dtype, device=dy.data.device)
     return grouped_gemm_wgrad(dy, x, out=out)
@@ -63,4 +74,12 @@ def wgrad_into(out: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor, *
     if isinstance(dy, torch.Tensor):
         call("bf16_grouped_gemm_wgrad_", out, dy, x, offs, accumulate)
         return
+    if _features_share_scales(dy):
+        found = wgrad(x, dy, offs, torch.float32 if accumulate else out.dtype).mT
+        _ = out.add_(found) if accumulate else out.copy_(found)
+        return
     grouped_gemm_wgrad(dy, x, out=out, accumulate=accumulate)
+
+
+def _features_share_scales(t: GroupedColumns) -> bool:
+    return t.block[0] != 1

@@ -47,20 +47,28 @@ def has_backward(*arguments: object) -> bool:
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in arguments)
 
 
-def weight_operands(weight: torch.Tensor, recipe: Recipe, *, backward: bool = True) -> WeightOperands:
+def weight_operands(
+    weight: torch.Tensor, recipe: Recipe, *, backward: bool = True, input_major: bool = False
+) -> WeightOperands:
     """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd.
 
     backward: whether a backward pass will follow; without one no dgrad operand is made, and forward stands for both.
+    input_major: the weight is (G, K, N). The operands are those of its transpose, of which no copy is made for
+        FP8_BLOCK and plain ones.
     """
-    weight = weight.detach()
+    given, weight = weight.detach(), weight.detach().mT if input_major else weight.detach()
     made: dict[Format, tuple[BlockScaledTensor | torch.Tensor, ...]] = {}
     for format in {recipe.forward, recipe.dgrad if backward else recipe.forward}:
         if format == FP8_BLOCK:
-            made[format] = weight_and_transpose(weight) if backward else (quantize(weight, FP8_BLOCK, kind="weight"),)
+            if backward:
+                both = weight_and_transpose(given)
+                made[format] = both[::-1] if input_major else both
+            else:
+                made[format] = (quantize(weight, FP8_BLOCK, kind="weight"),)
         elif format == MXFP8:
             made[format] = (mx_weight(weight), mx_weight(weight.mT)) if backward else (mx_weight(weight),)
         else:
-            plain = call("nvfp4_weight", weight) if format == NVFP4 else weight
+            plain = call("nvfp4_weight", weight.contiguous()) if format == NVFP4 else weight
             made[format] = (plain if plain.dtype == torch.float64 else plain.to(torch.bfloat16),) * 2
     forward = made[recipe.forward][0]
     return WeightOperands(forward, made[recipe.dgrad][1] if backward else forward)

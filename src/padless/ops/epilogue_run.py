@@ -35,16 +35,11 @@ from padless.runtime.driver import stream_of
 # --- sizes ---------------------------------------------------------------------------------------------------
 
 
-def check_columns(
-    epilogue: Epilogue, n: int, b: str = "b", interleaved: str = "activation 'swiglu_interleaved'"
-) -> None:
-    """Raises ValueError for an N that no epilogue, or not this one, can have.
-
-    b, interleaved: what a caller with other words calls the weights and that activation.
-    """
-    if epilogue.activation == "swiglu_interleaved" and n % (2 * INTERLEAVE) != 0:
+def check_columns(epilogue: Epilogue, n: int, b: str = "b") -> None:
+    """Raises ValueError for an N that no epilogue, or not this one, can have; b: a caller's name of the weights."""
+    if epilogue.order == "interleaved" and n % (2 * INTERLEAVE) != 0:
         raise ValueError(
-            f"{b} has N = {n}; {interleaved} takes {INTERLEAVE} columns of gate and {INTERLEAVE} of up in "
+            f"{b} has N = {n}; gate_up='interleaved' takes {INTERLEAVE} columns of gate and {INTERLEAVE} of up in "
             f"turn, so N must be a multiple of {2 * INTERLEAVE}"
         )
     if epilogue.is_glu and n % 2 != 0:

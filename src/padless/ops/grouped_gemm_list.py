@@ -25,6 +25,7 @@ from padless.ops.checks import (
 from padless.ops.outputs import check_outputs
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
+from padless.runtime.architecture import BLACKWELL
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import stream_of
 
@@ -77,8 +78,8 @@ def grouped_gemm_list(
             _reference(a[i], b[i], outputs[i], None if alpha is None else alpha.view(-1)[i])
         return outputs
     driver = device_of(backend, outputs[0])
-    if kernels_arch(driver.arch) != "sm_100a":
-        raise ValueError(f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell (sm_100a)")
+    if kernels_arch(driver.arch) != BLACKWELL.name:
+        raise ValueError(f"backend {backend!r} is {driver.arch}; a list of problems needs Blackwell ({BLACKWELL.name})")
     for i in kept:
         try:
             check_operands_of_kernel(a[i], b[i])

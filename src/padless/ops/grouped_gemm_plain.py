@@ -25,6 +25,7 @@ from padless.ops.checks import (
 from padless.ops.outputs import check_outputs
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.row_groups import is_traced
+from padless.runtime.architecture import HOPPER
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import stream_of
 
@@ -74,8 +75,10 @@ def grouped_gemm_plain(
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_plain_reference(a, weights, ends, out=result)
     driver = device_of(backend, a)
-    if driver.arch != "sm_90a":
-        raise ValueError(f"backend {backend!r} is {driver.arch}; plain bfloat16 tensors have a kernel for sm_90a")
+    if driver.arch != HOPPER.name:
+        raise ValueError(
+            f"backend {backend!r} is {driver.arch}; plain bfloat16 tensors have a kernel for {HOPPER.name}"
+        )
     check_alignment("a", a)
     check_alignment("b", weights.transpose(1, 2) if host.is_n_major(weights) else weights)
     check_output_of_kernel(result)

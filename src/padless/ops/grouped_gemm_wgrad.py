@@ -21,6 +21,7 @@ from padless.ops.outputs import check_outputs
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.row_groups import is_traced
+from padless.runtime.architecture import HOPPER
 from padless.runtime.devices import BackendName
 from padless.runtime.driver import stream_of
 
@@ -109,7 +110,7 @@ def _of_copies(
         return traced.wgrad_of_columns(dy, x, result, accumulate, backend, config)
     inputs = [(f"{n}.{part}", getattr(o, part)) for n, o in (("dy", dy), ("x", x)) for part in _TENSORS]
     check_outputs([("out", result)], inputs)
-    driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
+    driver = driver_of_gradient(result, backend, HOPPER.name, "grouped_gemm_wgrad")
     if driver is None:
         return grouped_gemm_wgrad_reference(dy, x, out=result, accumulate=accumulate)
     if dy.num_groups == 0:

@@ -12,6 +12,7 @@ from padless.ops.checks import check_alignment, check_ends, check_rows, describe
 from padless.ops.outputs import check_outputs
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
+from padless.runtime.architecture import BLACKWELL
 from padless.runtime.devices import BackendName
 from padless.runtime.driver import stream_of
 
@@ -60,7 +61,7 @@ def grouped_gemm_wgrad_mxfp8(
     result = gradient_output(shape, dy[0].device, out, out_dtype, accumulate)
     inputs = [(f"{name}'s {what}", t) for name, o in (("dy", dy), ("x", x)) for what, t in zip(_PARTS, o, strict=True)]
     check_outputs([("out", result)], [*inputs, ("offs", offs)])
-    driver = driver_of_gradient(result, backend, "sm_100a", "grouped_gemm_wgrad_mxfp8")
+    driver = driver_of_gradient(result, backend, BLACKWELL.name, "grouped_gemm_wgrad_mxfp8")
     if driver is None:
         return grouped_gemm_wgrad_mxfp8_reference(dy, x, offs, out=result, accumulate=accumulate)
     if is_without_tokens(result, accumulate, dy[0].shape[0]):

@@ -15,6 +15,7 @@ from padless.ops.outputs import check_outputs
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.row_groups import is_traced
+from padless.runtime.architecture import HOPPER
 from padless.runtime.devices import BackendName
 from padless.runtime.driver import stream_of
 
@@ -51,7 +52,7 @@ def grouped_gemm_wgrad_rows(
     if is_traced(result):
         return traced.wgrad_of_rows(dy, x, ends, result, accumulate, backend, config)
     check_outputs([("out", result)], [("dy", dy), ("x", x), ("offs", ends)])
-    driver = driver_of_gradient(result, backend, "sm_90a", "grouped_gemm_wgrad")
+    driver = driver_of_gradient(result, backend, HOPPER.name, "grouped_gemm_wgrad")
     if driver is None:
         return grouped_gemm_wgrad_rows_reference(dy, x, ends, out=result, accumulate=accumulate)
     check_alignment("dy", dy)

@@ -6,6 +6,7 @@ import torch
 
 from padless.arguments import is_one_of, shown
 from padless.ops.checks import describe
+from padless.runtime.architecture import kernels_arch
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import Driver
 
@@ -47,7 +48,7 @@ def driver_of_gradient(out: torch.Tensor, backend: BackendName | None, arch: str
     if backend == "reference":
         return None
     driver = device_of(backend, out)
-    if driver.arch != arch:
+    if kernels_arch(driver.arch) != arch:
         raise ValueError(f"backend {backend!r} is {driver.arch}; {call} has a kernel for {arch}")
     check_gradient_of_kernel(out)
     return driver

@@ -12,7 +12,7 @@ import torch
 
 from padless.epilogue import SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat
-from padless.reference.gate_rule import gate_and_up, gates_of
+from padless.reference.activation import activated
 from padless.reference.gemm import fma_float32, group_rows
 
 FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
@@ -72,33 +72,8 @@ def group_values(
     elif alpha is not None:
         x = x * alpha
     if epilogue.activation != "none":
-        if epilogue.gate_in_bf16:
-            x = x.to(torch.bfloat16).to(torch.float32)
-        gate, up, inner = gates_of(*gate_and_up(x, epilogue.activation), epilogue.gate_rule)
-        x = gate * (polynomial_sigmoid(inner) if epilogue.gate_in_bf16 else sigmoid(inner)) * up
+        x = activated(x, epilogue)
     return x if prob is None or gates_bias else x * prob
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """fl(1 / fl(1 + fl(exp(-x)))), the exponential rounded once; 0 where that is subnormal."""
-    power = torch.exp(-x.to(torch.float64)).to(torch.float32)
-    s = 1.0 / (1.0 + power)
-    return torch.where(s < 2.0**-126, 0.0, s)
-
-
-def polynomial_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """s of `quantization.swiglu_rules` for x, which counts as at least -87.25."""
-
-    def number(hexadecimal: str) -> torch.Tensor:
-        return torch.tensor(float.fromhex(hexadecimal), dtype=torch.float32)
-
-    x = x.clamp(-87.25, 87.0)
-    n = (x.double() * -float.fromhex("0x1.715476p+0")).round().to(torch.float32)  # fma and 1.5 * 2^23 give the same
-    r = fma_float32(n, number("-0x1.05c610p-29"), fma_float32(n, number("0x1.62e430p-1"), x))
-    power = number("-0x1.106250p-7")
-    for c in ("0x1.572a64p-5", "-0x1.5557b0p-3", "0x1.fffdfcp-2", "-0x1p+0", "0x1p+0"):
-        power = fma_float32(power, r, number(c))
-    return 1.0 / ((power.double() * torch.exp2(n.double())).to(torch.float32) + 1.0)
 
 
 def _raised(held: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

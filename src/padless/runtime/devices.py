@@ -13,9 +13,9 @@ import torch
 
 from padless.arguments import shown
 from padless.runtime import driver, jit
+from padless.runtime.architecture import ARCHITECTURES, BY_CAPABILITY, HOPPER, Architecture, with_own_kernels
 from padless.runtime.choices import BackendName as BackendName
 
-CAPABILITIES = {(9, 0): "Hopper", (10, 0): "Blackwell", (10, 3): "Blackwell"}
 NAMES: tuple[BackendName, ...] = get_args(BackendName)
 
 
@@ -29,12 +29,11 @@ class Backend:
 
 
 def backends() -> dict[str, Backend]:
-    """Every backend by name: "cuda" (the kernels), "emulator" and "emulator:sm_100a" (the kernels for Hopper and for
-    Blackwell on the CPU), "reference" (torch)."""
+    """Every backend by name: "cuda" (the kernels), an emulator for each architecture that has kernels of its own (those
+    kernels on the CPU), "reference" (torch)."""
     found = (
         _cuda(),
-        _emulator("emulator", "Hopper"),
-        _emulator("emulator:sm_100a", "Blackwell"),
+        *map(_emulator, with_own_kernels()),
         Backend("reference", True, "exact and slow, in torch on the CPU"),
     )
     return {backend.name: backend for backend in found}
@@ -92,7 +91,24 @@ def hopper_driver(tensor: torch.Tensor) -> driver.Driver | None:
     if not tensor.is_cuda or not _cuda_of(tensor.device).available:
         return None
     found = driver.cuda_driver(tensor.device.index)
-    return found if found.arch == "sm_90a" else None
+    return found if found.arch == HOPPER.name else None
+
+
+def kernels_for(device: torch.device, backend: str | None = None) -> str | None:
+    """The architecture whose kernels a call for tensors on ``device`` gets; None where it gets none.
+
+    backend: on a CPU, the emulator that was asked for.
+    """
+    if device.type == "cuda":
+        here = BY_CAPABILITY.get(capability_of(device.index or 0))
+        return None if here is None else here.kernels
+    return next((found.kernels for found in ARCHITECTURES if found.backend == backend), None)
+
+
+@cache
+def capability_of(index: int) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(index)
 
 
 def on_device_of(t: torch.Tensor) -> AbstractContextManager[object]:
@@ -133,9 +149,9 @@ def _cuda(device: torch.device | None = None) -> Backend:
     if not torch.cuda.is_available():
         return Backend("cuda", False, "torch sees no CUDA GPU")
     capability = torch.cuda.get_device_capability(device)
-    if capability not in CAPABILITIES:
+    if (here := BY_CAPABILITY.get(capability)) is None:
         name = torch.cuda.get_device_name(device)
-        needed = ", ".join(f"{major}.{minor} ({name})" for (major, minor), name in CAPABILITIES.items())
+        needed = ", ".join(f"{major}.{minor} ({a.generation})" for (major, minor), a in BY_CAPABILITY.items())
         return Backend("cuda", False, f"{name} has compute capability {capability}; the kernels need one of {needed}")
     try:
         driver.cuda_driver()
@@ -143,16 +159,16 @@ def _cuda(device: torch.device | None = None) -> Backend:
         return Backend("cuda", False, str(error))
     if missing := _compiler_missing():
         return Backend("cuda", False, missing)
-    return Backend(
-        "cuda", True, f"{torch.cuda.get_device_name(device)}, kernels compiled with NVRTC {jit.nvrtc_version()}"
-    )
+    compiled = f"kernels compiled with NVRTC {jit.nvrtc_version()}, {here.verified}"
+    return Backend("cuda", True, f"{torch.cuda.get_device_name(device)}, {compiled}")
 
 
-def _emulator(name: str, architecture: str) -> Backend:
+def _emulator(architecture: Architecture) -> Backend:
+    name = architecture.backend
     if missing := _compiler_missing():
         return Backend(name, False, missing)
     try:
         from padless.emulator import fake_driver  # noqa: F401
     except ImportError as error:
         return Backend(name, False, f"the emulator cannot be imported ({error})")
-    return Backend(name, True, f"the {architecture} kernels' PTX, executed on the CPU: exact and very slow")
+    return Backend(name, True, f"the {architecture.generation} kernels' PTX, executed on the CPU: exact and very slow")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from padless.runtime import elf, nvrtc, operand_reuse, shipped
+from padless.runtime.architecture import family_of
 from padless.runtime.disk_cache import cache_dir, write_atomically
 from padless.runtime.nvrtc import CompileError as CompileError
 from padless.runtime.shared_cache import alone, distrust, read_trusted
@@ -137,7 +138,7 @@ def _shipped(source: str, prelude: str, arch: str) -> CompiledKernel | None:
     """The kernel as padless-cubins has it, for ``arch`` or its family; NVRTC is not even loaded."""
     if (found := shipped.shipped()) is None:
         return None
-    for target in (arch, shipped.FAMILIES.get(arch)):
+    for target in (arch, family_of(arch)):
         if target and (read := found.read(cache_name(found.compiler, Kernel(source, prelude, target, "cubin")))):
             return _describe(read[0], "cubin", read[1], entry_of(source))
     return None

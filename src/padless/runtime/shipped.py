@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "padless_cubins"
-# A family's machine code runs on each of its members: what to look for after the architecture itself.
-FAMILIES = {"sm_100a": "sm_100f", "sm_103a": "sm_100f"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,8 @@ def write(folder: Path, compiler: str, kernels: dict[str, tuple[bytes, str]], ve
     (folder / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["setuptools>=77.0.3"]\nbuild-backend = "setuptools.build_meta"\n\n'
         f'[project]\nname = "padless-cubins"\nversion = "{version}"\nlicense = "MIT"\nrequires-python = ">=3.11"\n'
-        f'description = "Kernels of padless, compiled ahead"\ndependencies = ["padless=={version}"]\n\n'
+        f'description = "Kernels of padless, compiled ahead"\ndependencies = ["padless=={version}"]\n'
+        'readme = { text = "Kernels found before a compiler is asked.", content-type = "text/plain" }\n\n'
         f'[tool.setuptools]\npackages = ["{PACKAGE}"]\n\n'
         f'[tool.setuptools.package-data]\n{PACKAGE} = ["*.cubin", "index.json"]\n'
     )

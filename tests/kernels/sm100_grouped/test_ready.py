@@ -24,20 +24,24 @@ from padless.emulator.fake_driver import EmulatedDriver
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, blocked_size
 from padless.kernels import cost_model
+from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm100_grouped.host_list import prepare_list
 from padless.kernels.table import find_route, kernels_arch
 from padless.runtime import driver, jit
+from padless.runtime.architecture import ARCHITECTURES
 from padless.runtime.devices import backends
 from padless.runtime.driver import LaunchShape
 from padless.verify import formats as verify_formats
 from padless.verify import run as verify
 from padless.verify import small as verify_small
 from padless.verify.formats import configs_of, emulate_formats, routes_of
+from support.quant_cases import ALL
 from support.ragged import missing_gpu
 
-ARCHS = ("sm_100a", "sm_103a")
+HERE = [found for found in ARCHITECTURES if found.kernels == "sm_100a"]
+ARCHS = [found.name for found in HERE]
 
 
 class Stub(EmulatedDriver):
@@ -127,17 +131,25 @@ def test_quantizing_calls_are_ready_to_launch() -> None:
     assert route.load_quant().prepare(stub, a, b, offs, tensors, None, epilogue=epilogue).copies == ()
 
 
-def test_compute_capability_10_3_compiles_the_same_source() -> None:
-    config = Sm100GroupedConfig(kind="NVFP4", cta_group=2)
-    kernel = jit.compile_kernel("sm100_grouped/sm100_grouped_gemm.cu", config.prelude(), "sm_103a")
-    assert kernel.image[:4] == b"\x7fELF"
-    assert kernel.spill_bytes == 0
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture_compiles_the_same_source(arch: str) -> None:
+    grouped = Sm100GroupedConfig(kind="NVFP4", cta_group=2)
+    epilogue = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", **ALL)
+    quantizing = QuantConfig(Sm100GroupedConfig(cta_group=2, mma_n=256), epilogue)
+    for source, prelude in (
+        ("sm100_grouped/sm100_grouped_gemm.cu", grouped.prelude()),
+        ("sm100_grouped/sm100_grouped_gemm.cu", quantizing.prelude()),
+        ("sm100_dense/sm100_mxfp8_gemm.cu", Sm100DenseConfig().prelude()),
+    ):
+        kernel = jit.compile_kernel(source, prelude, arch)
+        assert kernel.image[:4] == b"\x7fELF"
+        assert kernel.spill_bytes == 0
 
 
 # ---- the commands
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+@pytest.mark.parametrize("capability", [found.capability for found in HERE])
 def test_the_backend_is_there(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)

@@ -15,8 +15,8 @@ from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.sm90_fp8 import host_quant as sm90_fp8_quant
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8 import host_quant as sm90_mxfp8_quant
+from padless.reference.activation import limited
 from padless.reference.epilogue import group_values
-from padless.reference.gate_rule import gates_of
 from support.quant_cases import ALL, SIZES, plant, tensors_of
 from support.sm90_quant_cases import DRIVER, Case, PairCase, check
 
@@ -115,7 +115,7 @@ def test_the_reference_is_the_rule() -> None:
     assert got[0, 0].isnan()
     assert got[0, 1].isnan()
     assert torch.isfinite(got[0, 2])
-    assert gates_of(x, x, None)[2] is x
+    assert limited(x, x, None)[0] is x
 
 
 # What is wrong: text of a header, what takes its place.
@@ -128,10 +128,10 @@ BUGS = {
     "bias of the first four twice": (
         "sm90_bf16/transposed_quant.cuh", "of_group, 2 * out + 4, column", "of_group, 2 * out, column"
     ),
-    "up below -limit": ("device/quant_rules.cuh", "most < -GATE_LIMIT ? -GATE_LIMIT : most", "most"),
-    "gate not limited": ("device/quant_rules.cuh", "gate[e] > GATE_LIMIT ? GATE_LIMIT : gate[e]", "gate[e]"),
-    "no alpha": ("device/quant_rules.cuh", "(__fmul_rn(g, GATE_ALPHA))", "(g)"),
-    "no offset": ("device/quant_rules.cuh", "-GATE_LIMIT : most, UP_OFFSET", "-GATE_LIMIT : most, 0.0f"),
+    "up below -limit": ("device/activation.cuh", "most < -GATE_LIMIT ? -GATE_LIMIT : most", "most"),
+    "gate not limited": ("device/activation.cuh", "gate_sum > GATE_LIMIT ? GATE_LIMIT : gate_sum", "gate_sum"),
+    "no alpha": ("device/activation.cuh", "(__fmul_rn(gate, GATE_ALPHA))", "(gate)"),
+    "no offset": ("device/activation.cuh", "-GATE_LIMIT : most, UP_OFFSET", "-GATE_LIMIT : most, 0.0f"),
 }  # fmt: skip
 
 
@@ -149,8 +149,8 @@ def test_a_wrong_kernel_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Epilogue\.gate_rule is GateRule.*allowed: None without a SwiGLU"):
+    with pytest.raises(ValueError, match=r"Epilogue\.gate_rule is GateRule.*allowed: None without a gate"):
         Epilogue(d_dtype=torch.float32, gate_rule=GPT_OSS)
     epilogue = Epilogue(row_format=FP8_BLOCK, **VALUES)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"'swiglu_alternating'; this kernel's epilogue allows 'none', 'swiglu_inter"):
+    with pytest.raises(ValueError, match=r"gate_up is 'alternating'; this kernel's epilogue allows 'interleaved'"):
         check(sm90_fp8_quant, Case((9,), 256), epilogue)

@@ -21,6 +21,7 @@ from padless.bench.report import table
 from padless.bench.results import Record, time_us
 from padless.bench.session import Session, missing_points
 from padless.kernels.config import room_for_groups
+from padless.runtime.architecture import HOPPER
 from padless.runtime.driver import cuda_driver
 from padless.runtime.jit import CompileError
 from padless.testing import machine
@@ -110,7 +111,7 @@ def start(session: Session) -> Callable[[PicksPoint], Record]:
 
 def require_hopper() -> None:
     """Raises ValueError on another GPU."""
-    if cuda_driver().arch != "sm_90a":
+    if cuda_driver().arch != HOPPER.name:
         raise ValueError(f"bench picks measures Hopper's kernels, and this GPU is {cuda_driver().arch}")
 
 

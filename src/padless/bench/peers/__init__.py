@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from padless.bench.problem import GroupedProblem
+from padless.runtime.architecture import HOPPER
 
 if TYPE_CHECKING:
     from padless.bench.cases.problems.layer import LayerProblem
@@ -131,7 +132,7 @@ def hopper_or_reason() -> str:
     if not torch.cuda.is_available():
         return "needs a CUDA GPU"
     major, minor = torch.cuda.get_device_capability()
-    return "" if (major, minor) == (9, 0) else f"needs compute capability 9.0, this GPU has {major}.{minor}"
+    return "" if (major, minor) == HOPPER.capability else f"needs compute capability 9.0, this GPU has {major}.{minor}"
 
 
 def look_in(folder: Path | None, name: str) -> None:

@@ -21,6 +21,7 @@ from padless.bench.tune import tiles_sm100 as tune_tiles
 from padless.kernels import cost_model
 from padless.kernels.cost_model import Tile, TileCost, simulate
 from padless.kernels.table import ROUTES, Route, kernels_arch
+from padless.runtime.architecture import BLACKWELL
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import make_operands
 
@@ -161,7 +162,7 @@ def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, c
         raise ValueError("padless tune needs a CUDA GPU, and torch sees none on this machine")
     arch = cuda_driver().arch
     found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, arch)) is not None}
-    if not found and kernels_arch(arch) == "sm_100a":
+    if not found and kernels_arch(arch) == BLACKWELL.name:
         with _progress(console, len(tune_tiles.points())) as step:
             times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), step)
         tune_tiles.print_comparison(console, times)

@@ -45,7 +45,7 @@ class Buffers(Inputs):
             raise ValueError(f"sample_a must be (M, K, 1), got {describe(self.a_tensor)}")
         epilogue = self.epilogue()
         operands.check()
-        check_columns(epilogue, operands.n, "b_tensor", "gate_up='interleaved'")
+        check_columns(epilogue, operands.n, "b_tensor")
         numbers = self.numbers(operands, epilogue)
         return Bound(operands, epilogue, self._with_outputs(numbers, operands, epilogue))
 

@@ -17,7 +17,7 @@ from padless.ops.checks import Activation, as_int32, check_operands, data_of, de
 from padless.row_groups import is_integers
 from padless.runtime.choices import Semantics
 
-GATE_UP = {"interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
+GATE_UP = ("interleaved", "concatenated")
 SEMANTICS = ("implementation", "documented")
 NUMBER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What callers call the tensors of a call, by their names in `padless.ops`.
@@ -138,7 +138,8 @@ class Inputs:
             bias=self.bias_tensor is not None,
             prob=self.prob_tensor is not None,
             bias_rule="gated_bias" if gated_bias else "gated_sum",
-            activation="none" if gate_up is None else GATE_UP[gate_up],
+            activation="none" if gate_up is None else "swiglu",
+            gate_up="concatenated" if gate_up is None else gate_up,
             **others,
         )
 

@@ -51,7 +51,7 @@ class CudnnRequest(Inputs):
         operands = self.operands()
         epilogue = self.epilogue()
         operands.check()
-        check_columns(epilogue, operands.n, "b_tensor", "gate_up='interleaved'")
+        check_columns(epilogue, operands.n, "b_tensor")
         check_m_aligned(self.m_aligned)
         tensors = self.numbers(operands, epilogue)
         if self.check_offs:

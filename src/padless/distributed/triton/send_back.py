@@ -1,4 +1,7 @@
-"""`fan_in`: the sum of a token's rows here to the rank it came from; `finish`: the sum of what all ranks sent."""
+"""`fan_in`: the sum of a token's rows here to the rank it came from; `finish`: the sum of what all ranks sent.
+
+BY_SLOT: a token's rows are sent as they are, each to the place of its slot, and `finish` weights and adds them up.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -35,6 +38,7 @@ def fan_in(
     H: tl.constexpr,
     PART: tl.constexpr,  # dtype of partial sums
     PART_BYTES: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     CLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,13 +62,19 @@ def fan_in(
                 row = tl.load(inverse_ptr + at + j).to(tl.int64)
                 kept = (row >= 0) & (row < capacity)
                 values = tl.load(rows_ptr + row * rows_stride + column, mask=inside & kept, other=0.0)
-                values = casts.to_float32(values)
-                if prob_ptr is not None:
-                    values = values * tl.load(prob_ptr + row, mask=kept, other=0.0)
-                total += values
-            first = part_region + (rank * max_tokens + token) * H * PART_BYTES
-            part = region(pointers_ptr, source, first, PART)
-            tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
+                if BY_SLOT:
+                    first = part_region + (token * TOP_K + j) * H * PART_BYTES
+                    part = region(pointers_ptr, source, first, PART)
+                    tl.store(part + column, values, mask=inside & (row >= 0))
+                else:
+                    values = casts.to_float32(values)
+                    if prob_ptr is not None:
+                        values = values * tl.load(prob_ptr + row, mask=kept, other=0.0)
+                    total += values
+            if not BY_SLOT:
+                first = part_region + (rank * max_tokens + token) * H * PART_BYTES
+                part = region(pointers_ptr, source, first, PART)
+                tl.store(part + column, arithmetic.rounded(total, PART), mask=inside)
             if dprob_ptr is not None:  # noqa: SIM102 (decided when it is compiled)
                 if chunk == 0:
                     there_is = (rows >= 0) & (rows < capacity)
@@ -84,12 +94,15 @@ def finish(
     status_ptr,
     ids_ptr,  # (T, k) int32
     rank_of_ptr,  # (E,) int32
+    weights_ptr,  # BY_SLOT: (T, k) bfloat16, float16 or float32, or None for ones
+    shared_ptr,  # BY_SLOT: (T, H), strides (shared_stride, 1), or None
     out_ptr,  # (T, H)
     slots_ptr,  # (T, k) float32, or None
     rank,
     T,
     max_tokens,
     num_experts,
+    shared_stride,
     summed,
     finished,
     aborted,
@@ -101,6 +114,8 @@ def finish(
     H: tl.constexpr,
     PART: tl.constexpr,
     PART_BYTES: tl.constexpr,
+    OUT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     CLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -117,14 +132,29 @@ def finish(
         column = chunk * BLOCK + tl.arange(0, BLOCK)
         inside = column < H
         total = tl.zeros((BLOCK,), tl.float32)
-        for r in tl.static_range(R):
-            is_there = tl.max((ranks == r).to(tl.int32), axis=0) > 0
-            first = part_region + (r * max_tokens + token) * H * PART_BYTES
-            part = region(pointers_ptr, rank, first, PART)
-            total += casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
+        if BY_SLOT:
+            for j in tl.static_range(TOP_K):
+                expert = tl.load(ids_ptr + token * TOP_K + j)
+                is_there = (expert >= 0) & (expert < num_experts)
+                first = part_region + (token * TOP_K + j) * H * PART_BYTES
+                part = region(pointers_ptr, rank, first, PART)
+                values = casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
+                if weights_ptr is not None:
+                    weight = tl.load(weights_ptr + token * TOP_K + j, mask=is_there, other=0.0)
+                    values = values * casts.to_float32(weight)
+                total += values
+            if shared_ptr is not None:
+                shared = tl.load(shared_ptr + token * shared_stride + column, mask=inside, other=0.0)
+                total += casts.to_float32(shared)
+        else:
+            for r in tl.static_range(R):
+                is_there = tl.max((ranks == r).to(tl.int32), axis=0) > 0
+                first = part_region + (r * max_tokens + token) * H * PART_BYTES
+                part = region(pointers_ptr, rank, first, PART)
+                total += casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
         if there == 0:  # nobody takes what a dead rank left for a result
             total += float("nan")
-        tl.store(out_ptr + token * H + column, arithmetic.rounded(total, PART), mask=inside)
+        tl.store(out_ptr + token * H + column, arithmetic.rounded(total, OUT), mask=inside)
         if slots_ptr is not None:  # noqa: SIM102
             if chunk == 0:
                 slots = buffer_of(pointers_ptr, rank, slots_region + token * TOP_K * 4)

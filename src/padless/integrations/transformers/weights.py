@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.operators import aligned
-from padless.integrations.weights import ExpertWeights, activations_for, block_scaled, in_tiles
+from padless.integrations.weights import (
+    ExpertWeights,
+    activations_for,
+    block_scaled,
+    in_tiles,
+    register_derived,
+    rewritten,
+)
 
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
@@ -71,13 +78,20 @@ def refuse_parametrized(module: Any, path: str | None = None) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Built:
     """Weights, and the parameters that they were built from: alive, so that no new one can be at an old address."""
 
     key: tuple[Any, ...]
     weights: ExpertWeights
     sources: tuple[torch.Tensor, ...]
+    module: ReferenceType[nn.Module]
+
+    def write_again(self) -> None:
+        """Writes what was built anew, where it lies."""
+        module = self.module()
+        if module is not None:
+            self.weights, self.key = rewritten(self.weights, _build(module)), _key(module)
 
 
 _BUILT: WeakKeyDictionary[nn.Module, _Built] = WeakKeyDictionary()
@@ -96,8 +110,9 @@ def expert_weights(module: Any) -> ExpertWeights:
     known = _BUILT.get(module)
     if known is None or known.key != key:
         sources = tuple(t.detach() for t in module._parameters.values() if t is not None)
-        known = _Built(key, _build(module), sources)
+        known = _Built(key, _build(module), sources, ref(module))
         _BUILT[module] = known
+        register_derived(known)
     return known.weights
 
 

@@ -28,7 +28,7 @@ from vllm.platforms import current_platform
 from padless.integrations.engines import VLLM
 from padless.integrations.weights import WeightCache
 from padless.moe.layer import moe
-from padless.runtime.devices import CAPABILITIES
+from padless.runtime.architecture import BY_CAPABILITY
 
 # (weights, activations) in vLLM's words; kernels are for Hopper and Blackwell.
 FP8_SCHEME = (kFp8Static128BlockSym, kFp8Dynamic128Sym)
@@ -194,5 +194,5 @@ def _runs_here(scheme: tuple[QuantKey | None, QuantKey | None]) -> bool:
         return False
     if current_platform.is_cuda():
         found = current_platform.get_device_capability()
-        return found is not None and (found.major, found.minor) in CAPABILITIES
+        return found is not None and (found.major, found.minor) in BY_CAPABILITY
     return bool(current_platform.is_cpu() or current_platform.is_unspecified())

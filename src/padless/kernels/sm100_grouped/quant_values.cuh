@@ -98,10 +98,12 @@ __device__ __forceinline__ void finish_values(float (&v)[CHUNK], const uint32_t 
         for (int i = 0; i < CHUNK; i += 4) {
             float gate[4] = {v[i], v[i + 1], v[i + 2], v[i + 3]};
             const float four[4] = {up[i], up[i + 1], up[i + 2], up[i + 3]};
-            swiglu(gate, four);
+            activate(gate, four);
 #pragma unroll
             for (int e = 0; e < 4; ++e) v[i + e] = gate[e];
         }
+    } else if constexpr (ACTIVATES_SUMS) {
+        activate(v, v);
     }
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) {

@@ -71,6 +71,7 @@ using uint64_t = unsigned long long;
 #include "sm100_grouped/store.cuh"
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/quant_outputs.cuh"
 #endif

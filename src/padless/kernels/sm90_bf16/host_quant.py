@@ -19,11 +19,11 @@ from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, tokens_of_tile
 from padless.kernels.sm90_bf16.host import KERNEL, operands
 from padless.layouts import plain_scale
+from padless.runtime.architecture import HOPPER
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 Config = Sm90Bf16Config
 
-_SHARED_BYTES = 227 * 1024
 _ROW_BYTES = {"BF16": 256, "MXFP4": 64, "NVFP4": 64}  # 128 of K; other formats have 128
 
 
@@ -119,7 +119,7 @@ def select_tile(
     able = [tile for tile in found if _problem_with(tile, epilogue) is None]
     for stages in (3, 2):
         for tile in able:
-            if shared_bytes(tile, epilogue, stages) <= _SHARED_BYTES:
+            if shared_bytes(tile, epilogue, stages) <= HOPPER.shared_bytes:
                 return tile
     check_tile(found[0], epilogue)
     raise ValueError(

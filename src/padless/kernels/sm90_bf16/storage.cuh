@@ -18,6 +18,7 @@ static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 ||
 static_assert(NUM_MMA_WARPGROUPS == 2 || NUM_MMA_WARPGROUPS == 4, "warpgroups");
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/quant_outputs.cuh"
 #include "sm90_bf16/transposed_quant.cuh"

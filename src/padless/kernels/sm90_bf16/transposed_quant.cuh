@@ -148,7 +148,9 @@ __device__ __forceinline__ void finish_rows(uint32_t staging, const DirectOutput
             float up[4];
             sum(at + (GLU == GLU_ALTERNATING ? 4 : GLU_RUN) * 4, bias_up, up);
             if constexpr (GLU == GLU_ALTERNATING) split_pairs(v, up);
-            swiglu(v, up);
+            activate(v, up);
+        } else if constexpr (ACTIVATES_SUMS) {
+            activate(v, v);
         }
         float amax = 0.0f;
 #pragma unroll

@@ -56,6 +56,7 @@ using uint64_t = unsigned long long;
 #include "device/weights_prefetch.cuh"
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/quant_outputs.cuh"
 #include "device/sm90/wgmma_fragment.cuh"

@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_hidden(const Problem& p, const FirstUnit& 
         gate[n] = d[n / 2 * 4 + n % 2];
         up[n] = d[n / 2 * 4 + 2 + n % 2];
     }
-    swiglu(gate, up);
+    activate(gate, up);
     uint32_t* hidden = p.hidden(launches) + unit.column + lane / 4;
 #pragma unroll
     for (int n = 0; n < MOST_TOKENS / 4; ++n) {

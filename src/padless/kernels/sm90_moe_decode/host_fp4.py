@@ -92,8 +92,9 @@ def prepare(
 
 
 def _code_map(codes: torch.Tensor, *, row_step: int, half_step: int) -> TensorMapSpec:
-    """Weights (E, rows, K) by K, 8 rows, 2 halves, units of 16 rows, experts: a copy is 8 rows, then the other 8. They are
-    ``row_step`` rows apart, and the halves' first ones ``half_step``.
+    """Weights (E, rows, K) by K, 8 rows, 2 halves, units of 16 rows, experts: a copy is 8 rows, then the other 8.
+
+    row_step: from one of the 8 rows to the next; half_step: from the first of a half to that of the other.
     """
     experts, rows, row_bytes = codes.shape
     dims = (row_bytes, _UNIT_ROWS // 2, 2, rows // _UNIT_ROWS, experts)

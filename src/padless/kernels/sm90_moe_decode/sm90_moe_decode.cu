@@ -49,6 +49,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/halves.cuh"
 #include "device/pipeline.cuh"
 #define GATE_IN_BF16 1  // as `padless.moe` activates everywhere
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/sm90/descriptors.cuh"
 

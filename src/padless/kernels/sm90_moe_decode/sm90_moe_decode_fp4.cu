@@ -44,7 +44,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/halves.cuh"
 #include "device/pipeline.cuh"
 #define GATE_IN_BF16 1  // as `padless.moe` activates everywhere
-#include "device/quant_rules.cuh"
+#include "device/activation.cuh"
 #include "device/sm90/descriptors.cuh"
 #include "sm90_bf16/dequantize.cuh"
 
@@ -73,13 +73,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
     if (warp == SHARE_WARP) {
-        if (lane == 0) {
-            for (int w = 0; w < NUM_CONSUMER_WARPS; ++w) {
-                for (int s = 0; s < stages; ++s) mbarrier_init(shared_address(&shared.full[w][s]), 1);
-            }
-            mbarrier_init(shared_address(&shared.routed), 2);
-            fence_mbarrier_init();
-        }
+        for (int n = lane; n < NUM_CONSUMER_WARPS * stages; n += 32)
+            mbarrier_init(shared_address(&shared.full[n / stages][n % stages]), 1);
+        if (lane == 0) mbarrier_init(shared_address(&shared.routed), 2);
+        fence_mbarrier_init();
     } else if (warp == ROUTER_WARP) {
         for (int n = lane; n < MOST_SHARES + 2; n += 32) shared.shares[n] = UNKNOWN_SHARE;
     } else if (warp == 0 && lane == 0) {
@@ -102,17 +99,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         mbarrier_wait(routed, 0);
         clear_old_rows(shared, problem, lane);
     } else {
-        const int thread = warp * 32 + lane;
         const WeightMaps maps{map_w13, map_w2, map_w13_scale, map_w2_scale};
+        fill_x(problem, layout, warp, lane);
+        bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         mbarrier_wait(routed, 0);
         WeightLoader loader(shared, problem, layout, maps, warp, lane);
         for (int s = 0; s < stages; ++s) loader.load_stage();
-        fill_x(problem, layout, thread);
-        bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         Consumer consumer{shared, problem, layout, loader, warp, lane};
         first_product(consumer);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);  // rows of x are read no more
-        fill_hidden(shared, problem, layout, thread);
+        fill_hidden(shared, problem, layout, warp, lane);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         second_product(consumer);
     }

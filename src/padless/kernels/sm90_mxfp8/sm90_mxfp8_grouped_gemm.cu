@@ -61,6 +61,7 @@ using uint64_t = unsigned long long;
 #include "sm90_mxfp8/scale_products.cuh"
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/quant_outputs.cuh"
 #include "device/sm90/wgmma_fragment.cuh"

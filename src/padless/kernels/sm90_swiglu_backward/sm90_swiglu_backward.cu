@@ -36,6 +36,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/special_registers.cuh"
 
 // In this order: later ones use earlier ones.
+#include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/token_tiles.cuh"
 #include "sm90_swiglu_backward/arithmetic.cuh"

@@ -75,6 +75,7 @@ def quantize_rows(
     inverse: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
     activation: Activation | None = None,
+    row_weights: torch.Tensor | None = None,
     scale_rule: str = "",
     scale_layout: str = "plain",
     offs: torch.Tensor | None = None,
@@ -84,9 +85,10 @@ def quantize_rows(
 
     inverse: (rows of x, k) which rows of the result each row of x is; complements of rows count as the rows.
     tokens: (rows,) int32, the row of x of each row of the result, where it is known.
+    row_weights: (rows of x,) float32, contiguous, that rows are multiplied by after the activation.
     factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or with offs (groups, 2).
     """
-    return _launch(x, format, inverse, None, tokens, activation, scale_rule, scale_layout, offs, factors)
+    return _launch(x, format, inverse, None, tokens, activation, scale_rule, scale_layout, offs, factors, row_weights)
 
 
 def route_quantize(
@@ -123,6 +125,7 @@ def _launch(
     scale_layout: str,
     offs: torch.Tensor | None,
     factors: torch.Tensor | None,
+    row_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     items, K = x.shape
@@ -155,6 +158,7 @@ def _launch(
         data if format is None else data.view(torch.uint8),
         scale if format in (None, FP8_BLOCK) or scale is None else scale.view(torch.uint8),
         inverse,
+        row_weights,
         factors,
         group,
         ids_offs,
@@ -225,6 +229,7 @@ def _quantize_rows(
     codes_ptr,  # (out_rows, K) uint8 or bf16, or (out_rows, K / 2) with two codes a byte, contiguous
     scale_ptr,  # FP8_BLOCK: float32, strides (1, scale_ld); else uint8, row-major or BLOCKED
     inverse_ptr,  # (items, TOP_K) int32 or None; ROUTED: the ids, int32 or int64
+    row_weights_ptr,  # (items,) float32 or None
     factors_ptr,  # NVFP4: (groups, 2) float32
     group_ptr,  # FACTORS_BY_ROW: (out_rows,) int64
     offs_ptr,  # ROUTED: what `route` makes of the ids
@@ -283,6 +288,8 @@ def _quantize_rows(
     else:
         x = _load(x_ptrs, column, inside, K, chunk, ACTIVATION, GATED, ARRANGEMENT, BLOCK_M, BLOCK_K,
                   alpha, up_offset, limit, HAS_LIMIT, HARDWARE_CAST)  # fmt: skip
+    if row_weights_ptr is not None:
+        x = x * tl.load(row_weights_ptr + item, mask=there, other=0.0)[:, None]
 
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     # Codes that are stored together, and how many there are in a row.

@@ -70,6 +70,7 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
         if constexpr (GLU == GLU_NONE) {
 #pragma unroll
             for (int e = 0; e < TOGETHER; ++e) value[e] = x[first + e];
+            if constexpr (ACTIVATES_SUMS) activate(value, value);
         } else {
             constexpr int RUN =
                 GLU == GLU_INTERLEAVED ? 16 : 32;  // of gate, then of up, in values of a thread
@@ -80,7 +81,7 @@ __device__ __forceinline__ void finish_values(float (&v)[OUT_COLUMNS / 2], const
                 value[e] = x[gate + e];
                 up[e] = x[gate + RUN + e];
             }
-            swiglu(value, up);
+            activate(value, up);
         }
 #pragma unroll
         for (int e = 0; e < TOGETHER; ++e)

@@ -26,12 +26,8 @@ __device__ __forceinline__ void store_hidden(const Consumer& c, const float (&v)
     const uint32_t pair = upper ? cvt_bf16x2(taken, kept) : cvt_bf16x2(kept, taken);
     const int row =
         row_of_token(c.shared.tokens_of[number], c.shared.first_row[number], lane % 4 * 2 + upper);
-    const Octet octet(column / 8);
-    const int rows = c.shared.first_row[c.shared.num_hit];
-    if (row >= 0)
-        st_relaxed_gpu(
-            c.p.hidden(c.shared.launches) + ((octet.step * rows + row) * 4 + octet.quad) * 4 + lane / 8,
-            ~pair);
+    const int place = place_of_octet(column / 8, row, c.shared.first_row[c.shared.num_hit]);
+    if (row >= 0) st_relaxed_gpu(c.p.hidden(c.shared.launches) + place * 4 + lane / 8, ~pair);
 }
 
 __device__ __forceinline__ void first_product(Consumer& c) {
@@ -53,7 +49,7 @@ __device__ __forceinline__ void first_product(Consumer& c) {
                      c.rows_from(0, p.tokens), p.tokens * 64, c.warp, c.lane, c.position);
             float gate[2] = {__fadd_rn(d[0], bias.x), __fadd_rn(d[1], bias.x)};
             const float up[2] = {__fadd_rn(d[2], bias.y), __fadd_rn(d[3], bias.y)};
-            swiglu(gate, up);
+            activate(gate, up);
             store_hidden(c, gate, number, column);
         }
     }

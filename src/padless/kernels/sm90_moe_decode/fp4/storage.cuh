@@ -63,11 +63,14 @@ struct Layout {
 // Rows of x, or hidden rows, are octets: 8 neighbours along K in the order of dequantize.cuh, (0, 4), (1, 5), (2, 6), (3, 7), 16
 // bytes. An octet is number `step` of quad `quad`: what a lane of the quad multiplies next, of a K block four steps. Octets
 // of a step lie together, row after row, so that a warp that reads eight rows reads 512 bytes one after the other.
-struct Octet {
-    int step, quad;
-    __device__ __forceinline__ explicit Octet(int octet)
-        : step(octet / 16 * 4 + octet % 4), quad(octet % 16 / 4) {}
-};
+__device__ __forceinline__ int octet_of(int step, int quad) {
+    return step / 4 * 16 + quad * 4 + step % 4;
+}
+// Of row `row` of `rows`, in octets.
+__device__ __forceinline__ int place_of_octet(int octet, int row, int rows) {
+    const int step = octet / 16 * 4 + octet % 4, quad = octet % 16 / 4;
+    return (step * rows + row) * 4 + quad;
+}
 constexpr int STEPS_OF_STAGE = STAGE_K / 32;
 
 // Which of eight rows a lane has: lanes that read together have rows whose numbers differ by 4, for the banks.

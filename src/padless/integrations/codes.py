@@ -1,0 +1,87 @@
+"""Codes of a trainer written into a running engine's experts: `load_codes`; and `refresh`, after an engine's own writes.
+
+What an engine's plug-in keeps beside the parameters: FP4 scales in the tiles that kernels read, biases in float32,
+scales that files have in 16 bits. CUDA graphs read these too, so they are written again where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from padless.formats import MXFP4, BlockScaledTensor
+from padless.integrations.weights import refresh
+from padless.nn.codes import ExpertCodes
+
+__all__ = ["load_codes", "refresh"]
+
+# Codes and scales of both projections, by the names that experts modules have for them.
+_NAMES = (
+    ("gate_up_proj_blocks", "gate_up_proj_scales", "down_proj_blocks", "down_proj_scales"),  # transformers, gpt-oss
+    ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"),  # transformers
+    ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv"),  # vLLM and SGLang, FP8
+    ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale"),  # vLLM, gpt-oss
+)
+
+
+def load_codes(module: nn.Module, codes: ExpertCodes) -> None:
+    """Writes codes and scales into the parameters of an experts module, in place, and what was made of them.
+
+    module: quantized experts of transformers, `RoutedExperts` of vLLM, or SGLang's layer of FP8 experts, whose
+        parameters have the sizes and the format of the codes: under tensor parallelism those of this rank's part, under
+        expert parallelism those of this rank's experts.
+    codes: of `padless.nn.Experts.codes`, on any device.
+
+    The copies are made on the current stream: no request may be under way. Nothing moves, so that captured CUDA graphs
+    compute with the new weights. Raises ValueError for a module or codes that do not fit; nothing is written then.
+    """
+    found = next((names for names in _NAMES if all(hasattr(module, name) for name in names)), None)
+    if found is None:
+        raise ValueError(
+            f"module is {type(module).__name__}, which has none of the parameters that are known: quantized experts of "
+            "transformers, vLLM's RoutedExperts or SGLang's FP8 experts"
+        )
+    wanted = _gate_up(module, codes.w13)
+    if codes.gate_up != wanted:
+        raise ValueError(f"gate_up of the codes is {codes.gate_up!r}, and {type(module).__name__} has {wanted!r} rows")
+    writes = []
+    for name, of_scale, t in ((*found[:2], codes.w13), (*found[2:], codes.w2)):
+        parameter, scale = getattr(module, name), getattr(module, of_scale)
+        writes.append((parameter, _as(name, t.data, parameter)))
+        writes.append((scale, _as(of_scale, t.scale, scale)))
+    for parameter, values in writes:
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+            _bytes(parameter).copy_(values)
+    refresh(*(parameter for parameter, _ in writes))
+
+
+def _gate_up(module: Any, w13: BlockScaledTensor) -> str:
+    """The order of gate and up that a module's rows have; engines keep MXFP4 as gpt-oss' files have it."""
+    named = getattr(module, "padless_activation", None)
+    if named is not None:
+        return str(named.get("gate_up", "concatenated"))
+    return "alternating" if w13.format == MXFP4 and hasattr(module, "w13_weight") else "concatenated"
+
+
+def _as(name: str, values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """values as they are written to a parameter. Raises ValueError where they do not fit."""
+    if values.dtype.itemsize == parameter.dtype.itemsize == 1:
+        right = not {values.dtype, parameter.dtype} & {torch.float8_e4m3fn} or values.dtype == parameter.dtype
+        values = values.view(torch.uint8)
+    else:  # scales: powers of two are float32, too
+        right = parameter.dtype == torch.float32
+        values = values.to(torch.float32)
+    if values.shape != parameter.shape and values.numel() == parameter.numel():  # gpt-oss' blocks of 16 bytes
+        values = values.reshape(parameter.shape)
+    if not right or values.shape != parameter.shape:
+        raise ValueError(
+            f"{name} is {parameter.dtype} {tuple(parameter.shape)} and the codes' is {tuple(values.shape)}: export "
+            "codes of the module's format, for this rank's experts and its part of the columns"
+        )
+    return values
+
+
+def _bytes(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.view(torch.uint8) if parameter.dtype.itemsize == 1 else parameter
