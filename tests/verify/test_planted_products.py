@@ -63,6 +63,9 @@ def a_row_of_another(values: torch.Tensor) -> None:
 
 EXACT: Bug = lambda values: values  # noqa: E731
 # Pairs of formats with the kernel's module and the output, and what finds a bug in every problem of the pair.
+# Of FP8 tensor cores an element may be off by 2^-8 of its terms' magnitudes and a row by 2^-9 of its size, of a bfloat16
+# output 2^-8 of its norm more: 2^-6 is too much for both, 2^-8 for a row of float32 alone. bfloat16 of bfloat16 is no
+# bug. One element moves a row that others dominate by less than its bound.
 FP8, MX, FP4, BF16 = (
     ("FP8_BLOCK", "FP8_BLOCK", "sm90_fp8", "float32"),
     ("MXFP8", "MXFP8", "sm90_mxfp8", "bfloat16"),
@@ -71,7 +74,7 @@ FP8, MX, FP4, BF16 = (
 )
 PAIRS = (FP8, MX, FP4, BF16)
 BUGS: dict[str, tuple[Bug, tuple[set[str], ...]]] = {
-    "too large by 2^-6": (too_large(2.0**-6), (ROWS, ELEMENTS, BOTH, BOTH)),
+    "too large by 2^-6": (too_large(2.0**-6), (BOTH, BOTH, BOTH, BOTH)),
     "too large by 2^-8": (too_large(2.0**-8), (ROWS, set(), BOTH, BOTH)),
     "rounded to bfloat16 first": (lambda values: values.bfloat16().double(), (set(), set(), BOTH, BOTH)),
     "one element half too large": (changed(one_element), (BOTH, ELEMENTS, BOTH, BOTH)),

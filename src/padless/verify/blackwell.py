@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
@@ -18,17 +16,14 @@ from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.ops.grouped_gemm import gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
-from padless.runtime.choices import BackendName
 from padless.testing.guarded import GuardedOutput
 from padless.testing.judge import values_of
-from padless.testing.operands import in_layout, moved
+from padless.testing.operands import in_layout
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PRODUCTS, PROBLEM_LISTS = 20, 12
-# Looks at what a launch wrote: the number of elements that it judged. Raises AssertionError.
-Judge = Callable[[], int]
 DENSE: tuple[Sm100DenseConfig | None, ...] = (
     None,
     Sm100DenseConfig(),
@@ -45,15 +40,9 @@ LISTS: tuple[Sm100GroupedConfig | None, ...] = (
 )
 
 
-def check_dense_mxfp8(place: Place) -> None:
-    """Every bit of dense MXFP8 products is right, and none outside of them was written."""
-    for judge in dense_launches(PRODUCTS, str(place.device), place.backend):
-        place.judge.ask(judge)
-
-
-def dense_launches(problems: int, device: str, backend: BackendName | None) -> Iterator[Judge]:
-    """Launches random dense products one by one, each time with its judge."""
-    for seed in range(problems):
+def dense_products(place: Place, problems: int | None = None) -> None:
+    """Every bit of so many random dense MXFP8 products, and none outside of them was written."""
+    for seed in range(PRODUCTS if problems is None else problems):
         draw, generator = random.Random(f"dense {seed}"), torch.Generator().manual_seed(seed)
         m, n, k = draw.randint(1, 600), draw.randint(1, 600), 32 * draw.randint(1, 20)
         formats = draw.choice(list(itertools.product((MXFP8, MXFP8_E5M2), repeat=2)))
@@ -61,21 +50,15 @@ def dense_launches(problems: int, device: str, backend: BackendName | None) -> I
         if config is not None and config.store == "staged":
             n = ceil_div(n, 8) * 8  # rows on 16-byte boundaries
         a, b = (_operand(f, rows, k, draw, generator) for f, rows in zip(formats, (m, n), strict=True))
-        guarded = GuardedOutput(m, n, dtype, device)
-        gemm(moved(a, device), moved(b, device), out=guarded.out, backend=backend, config=config)
-        what = f"problem {seed}, {(m, n, k)}, {config}"
-        yield partial(_judge_product, guarded, guarded.out, (a, b), None, what)
+        guarded = place.output(m, n, dtype)
+        gemm(place.put(a), place.put(b), out=guarded.out, backend=place.backend, config=config)
+        place.judge.now(f"dense problem {seed}, {(m, n, k)}, {config}:")
+        _judge_product(place, guarded, guarded.out, a, b)
 
 
-def check_problem_lists(place: Place) -> None:
-    """Every bit of lists of products is right, and none outside of them was written."""
-    for judge in list_launches(PROBLEM_LISTS, str(place.device), place.backend):
-        place.judge.ask(judge)
-
-
-def list_launches(problems: int, device: str, backend: BackendName | None) -> Iterator[Judge]:
-    """Launches random lists one by one, each time with the judges of its products."""
-    for seed in range(problems):
+def problem_lists(place: Place, problems: int | None = None) -> None:
+    """The same of so many random lists of products."""
+    for seed in range(PROBLEM_LISTS if problems is None else problems):
         draw, generator = random.Random(f"list {seed}"), torch.Generator().manual_seed(seed)
         fmt, dtype = (NVFP4, MXFP8, MXFP4)[seed % 3], draw.choice(DTYPES)
         column_major = draw.random() < 0.5
@@ -86,35 +69,33 @@ def list_launches(problems: int, device: str, backend: BackendName | None) -> It
         sizes.append((60, 264, 160))  # one that is not empty, with tails
         operands = [[_operand(fmt, rows, k, draw, generator) for rows in (m, n)] for m, n, k in sizes]
         alpha = torch.rand(len(sizes), generator=generator) + 0.5
-        fences = [GuardedOutput(*((n, m) if column_major else (m, n)), dtype, device) for m, n, _ in sizes]
+        fences = [place.output(*((n, m) if column_major else (m, n)), dtype) for m, n, _ in sizes]
         outs = [fence.out.t() if column_major else fence.out for fence in fences]
-        a, b = ([moved(t, device) for t in side] for side in zip(*operands, strict=True))
+        a, b = ([place.put(t) for t in side] for side in zip(*operands, strict=True))
         config = LISTS[seed % len(LISTS)]
-        grouped_gemm_list(a, b, out=outs, alpha=alpha.to(device), backend=backend, config=config)
+        grouped_gemm_list(a, b, out=outs, alpha=place.put(alpha), backend=place.backend, config=config)
         for i, (pair, fence, out) in enumerate(zip(operands, fences, outs, strict=True)):
-            what = f"list {seed}, problem {i}, {sizes[i]}, {config}"
-            yield partial(_judge_product, fence, out, tuple(pair), alpha[i], what)
+            place.judge.now(f"list {seed}, problem {i}, {sizes[i]}, {config}:")
+            _judge_product(place, fence, out, pair[0], pair[1], alpha[i])
 
 
 def _judge_product(
+    place: Place,
     guarded: GuardedOutput,
     out: torch.Tensor,
-    operands: tuple[BlockScaledTensor, ...],
-    alpha: torch.Tensor | None,
-    what: str,
-) -> int:
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    alpha: torch.Tensor | None = None,
+) -> None:
     """``out`` is all of ``guarded``, or its transpose."""
-    guarded.check(guarded.out.shape[0])
-    product = _product(*operands)
-    expected = (product if alpha is None else product.float() * alpha).to(out.dtype)
-    wrong = out.cpu() != expected
-    if wrong.any():
-        row, column = torch.nonzero(wrong)[0].tolist()
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, the first in row {row}, column "
-            f"{column}: {float(out[row, column])!r}, not {float(expected[row, column])!r}"
-        )
-    return out.numel()
+    place.judge.written("fences", guarded)
+
+    def expected() -> torch.Tensor:
+        product = _product(a, b)
+        found: torch.Tensor = place.put((product if alpha is None else product.float() * alpha).to(out.dtype))
+        return found
+
+    place.judge.same("the exact product's bits", out, expected)
 
 
 def _operand(
@@ -136,4 +117,4 @@ def _product(a: BlockScaledTensor, b: BlockScaledTensor) -> torch.Tensor:
     return values_of(a) @ values_of(b).t()
 
 
-DENSE_CHECK, LISTS_CHECK = Check(check_dense_mxfp8), Check(check_problem_lists)
+DENSE_CHECK, LISTS_CHECK = Check(dense_products), Check(problem_lists)
