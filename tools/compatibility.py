@@ -283,8 +283,9 @@ def _framework_rows(found: list[Run]) -> Iterator[tuple[str, ...]]:
     models = [run for run in found if re.search(r"-model[-.]", run.file)]
     page = {"vllm": "frameworks.md#vllms-engine-on-an-h200", "sglang": "frameworks.md#sglang"}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for framework in ("transformers", "vllm", "sglang", "torchtitan", "torchao"):
-        asked = extras[framework][0].removeprefix(framework)
+    for framework in ("transformers", "vllm", "sglang", "torchtitan", "megatron", "torchao"):
+        asked = extras[framework][0]
+        asked = asked[asked.index(">") :]
         other = said_of_version(framework, "0.1.0")
         described = f"[page]({page.get(framework, 'frameworks.md#what-has-been-run')})"
         if framework == "transformers":

@@ -27,6 +27,9 @@ def contenders(rank: Rank) -> tuple[float, int, list[int]]:
     assert torch.equal(theirs.data.view(torch.uint8), rows.data[:used].view(torch.uint8))
     assert torch.equal(theirs.scale, rows.scale[:used])
     assert torch.equal(nccl.layer(), nccl.combine(p.products(theirs, offs)))
+    y = p.products(rows, plan.offs)
+    assert torch.equal(ep.slots_calls(p, y, mine)["combine of slots"](), nccl.layer())  # it sends slots' rows, too
+    assert p.link_slots() == int((p.ids // 3 != rank.rank).sum())
     return worst(row_errors(mine, nccl.layer().double())), p.link_rows(), plan.offs.tolist()
 
 
@@ -57,6 +60,9 @@ def test_tables() -> None:
     *directions, steps = ep.tables([record], {}, 120)
     assert [table.rows[0][3:] for table in directions] == [["100.0", "350.0", "3.5x"]] * 3
     assert steps.rows[0][-2:] == ["320", "600"]
+    with_slots = record | {"gpu": times | {"combine of slots": {"us": 250.0}}}
+    with_slots["link_bytes"] = record["link_bytes"] | {"combine of slots": 75_000_000}
+    assert ep.tables([with_slots], {}, 120)[-1].rows[0][-5:] == ["250.0", "2.50", "320", "600", "300"]
     record["gpu"] |= {
         f"{who} {name}": {"us": 321.0} for name in ("dispatch", "combine", "layer") for who in ("titan", "deepep")
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -18,35 +17,31 @@ from typing import Any
 import pytest
 import torch
 
+from padless.testing.ranks import raise_first, run_ranks
+from support.megatron_layer import (
+    EXPERTS,
+    HIDDEN,
+    config_of,
+    copied,
+    layer_of,
+    over_ranks,
+    plugin,
+    sequential,
+    shards,
+    stand_ins,
+    step,
+)
 from support.training_layer import sqnr
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core on PYTHONPATH")
-HIDDEN, HALF, EXPERTS, TOP_K = 128, 64, 4, 2
-
-
-class Nothing:
-    """A stream or an event where there is no GPU."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """megatron.core with process groups of one rank, and stand-ins for what it asks of CUDA."""
+    """megatron.core with process groups of one rank."""
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            for name in ("Stream", "Event"):
-                patch.setattr(torch.cuda, name, Nothing)
-            patch.setattr(torch.cuda, "current_stream", Nothing)
-            patch.setattr(torch.cuda, "stream", lambda *_: nullcontext())
-            patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        stand_ins(patch)
         state = importlib.import_module("megatron.core.parallel_state")
-        utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-        patch.setattr(utils, "te_general_gemm", None, raising=False)
         store = tmp_path_factory.mktemp("megatron") / "store"
         torch.distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
         state.initialize_model_parallel()
@@ -55,69 +50,6 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         finally:
             state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
-
-
-def config_of(**more: Any) -> Any:
-    given = {
-        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4, "num_moe_experts": EXPERTS,
-        "moe_ffn_hidden_size": HALF, "ffn_hidden_size": HALF, "moe_router_topk": TOP_K, "add_bias_linear": False,
-        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "use_cpu_initialization": True,
-        "params_dtype": torch.bfloat16, "bf16": True, "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall", "bias_activation_fusion": False,
-    }  # fmt: skip
-    return importlib.import_module("megatron.core.transformer").TransformerConfig(**(given | more))
-
-
-def layer_of(config: Any, experts: Any) -> Any:
-    moe_layer = importlib.import_module("megatron.core.transformer.moe.moe_layer")
-    made = moe_layer.MoELayer(config, moe_layer.MoESubmodules(experts=experts), layer_number=1)
-    return made.train()
-
-
-def sequential() -> Any:
-    """Megatron's own experts, one after the other, by the form of its version."""
-    experts = importlib.import_module("megatron.core.transformer.moe.experts")
-    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
-    mlp = importlib.import_module("megatron.core.transformer.mlp")
-    spec = importlib.import_module("megatron.core.transformer.spec_utils").ModuleSpec
-    parts = mlp.MLPSubmodules(linear_fc1=layers.ColumnParallelLinear, linear_fc2=layers.RowParallelLinear)
-    moe_layer = importlib.import_module("megatron.core.transformer.moe.moe_layer")
-    if hasattr(moe_layer, "ExpertsBuilder"):
-        return lambda n, config, *, pg_collection, name=None: experts.SequentialMLP(
-            n, config, parts, pg_collection=pg_collection
-        )
-    return spec(module=experts.SequentialMLP, submodules=parts)
-
-
-def plugin() -> Any:
-    return importlib.import_module("padless.integrations.megatron")
-
-
-def copied(ours: Any, theirs: Any) -> None:
-    """The weights of Megatron's layer into ours."""
-    with torch.no_grad():
-        for e, expert in enumerate(theirs.experts.local_experts):
-            ours.experts.w13[e].copy_(expert.linear_fc1.weight)
-            ours.experts.w2[e].copy_(expert.linear_fc2.weight)
-        ours.router.load_state_dict(theirs.router.state_dict())
-
-
-def step(layer: Any, seed: int = 0, before: Any = None) -> dict[str, torch.Tensor]:
-    """The output and the gradients of x, the router, and the experts as (E, N, K)."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(33, 1, HIDDEN, generator=g).bfloat16().requires_grad_()
-    dout = torch.randn(33, 1, HIDDEN, generator=g).bfloat16()
-    layer.zero_grad()
-    out, _ = layer(x)
-    out.backward(dout)
-    if before is not None:
-        before()
-    if hasattr(layer.experts, "w13"):
-        weights = {name: getattr(layer.experts, name).grad for name in ("w13", "w2")}
-    else:
-        linears = [(e.linear_fc1, e.linear_fc2) for e in layer.experts.local_experts]
-        weights = {name: torch.stack([pair[i].weight.grad for pair in linears]) for i, name in enumerate(("w13", "w2"))}
-    return {"out": out.detach(), "x": x.grad, "router": layer.router.weight.grad, **weights}
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
@@ -182,20 +114,6 @@ def test_main_grad_and_delayed_gradients(core: Any) -> None:
     plain.experts.backward_dw()
 
 
-def shards(layer: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Every tensor that a checkpoint of the layer's experts has, by all that says where it belongs."""
-    mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
-    found = {}
-    state = layer.experts.sharded_state_dict("decoder.layers.0.mlp.experts.", metadata=None)
-    for each in state.values():
-        parts = each.build() if isinstance(each, mapping.ShardedTensorFactory) else each
-        for t in parts if isinstance(parts, list) else [parts]:
-            if isinstance(t, mapping.ShardedTensor):
-                where = (t.key, t.global_shape, t.global_offset, t.axis_fragmentations, t.local_shape, t.replica_id)
-                found[where] = t.data.detach()
-    return found
-
-
 def test_checkpoints_are_megatrons(core: Any) -> None:
     """Keys, shapes, offsets and values; and what is read joins to the parameters."""
     config = config_of()
@@ -209,6 +127,19 @@ def test_checkpoints_are_megatrons(core: Any) -> None:
     for name, factory in state.items():
         merged = factory.merge_fn([part.data for part in factory.build()])
         assert torch.equal(merged, getattr(ours.experts, name.rpartition(".")[2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_two_processes(dispatcher: str) -> None:
+    """Expert parallelism over gloo: an expert's rows are those of both ranks; each has its part of the checkpoint."""
+    for recipe, least in (("bf16", 38.0), ("fp8", 20.0)):
+        found = raise_first(
+            run_ranks(over_ranks, 2, dispatcher, recipe, cuda=False, backend="collective", timeout_s=120)
+        )
+        for of_rank in found:
+            assert of_rank.pop("checkpoints")
+            assert min(of_rank.values()) > least, of_rank
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
     dispatch, combine, layer          padless, replayed from CUDA graphs: bfloat16 tokens to rows in FP8_BLOCK as the
                                       GEMM takes them; its rows to (T, H); both, with the two projections between
     .. eager                          the same, called from Python
+    combine of slots                  combine with sums="slots": rows of slots travel unsummed
     gradients, gradients in FP8       dout (T, H) to the rows of all ranks by a plan, bfloat16 before and behind
     nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
     titan dispatch, combine, layer    torchtitan's MinimalAsyncEP, with counting and quantizing, replayed from CUDA
@@ -105,7 +106,8 @@ def measure_point(
     }
     # Kept until all is timed, as peers are: a graph keeps addresses and no tensors.
     gradients = gradient_calls(p)
-    calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | gradients).items()}
+    of_slots = slots_calls(p, y, eager["combine"]())
+    calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | of_slots | gradients).items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
     peers: dict[str, Call] = {}
@@ -126,7 +128,11 @@ def measure_point(
     return {
         "gpu": times,
         "row_error": float(error),
-        "link_bytes": {"fan_out": link * code_bytes, "send_back": link * point.hidden * 2},
+        "link_bytes": {
+            "fan_out": link * code_bytes,
+            "send_back": link * point.hidden * 2,
+            "combine of slots": max(gathered(rank, p.link_slots())) * point.hidden * 2,
+        },
         "programs": programs,
         "deepep": config,
     }
@@ -143,6 +149,18 @@ def gradient_calls(p: EpProblem) -> dict[str, Call]:
         plan = ep.dispatch(p.x, p.ids, p.weights)[1]
         calls[name] = partial(gradients_of_rows, ep, p.x, plan)
     return calls
+
+
+def slots_calls(p: EpProblem, y: torch.Tensor, sums: torch.Tensor) -> dict[str, Call]:
+    """The same combine with sums of slots, which gives nearly these sums."""
+    q = p.point
+    ep = ExpertParallel(
+        None, q.experts, q.hidden, q.top_k, q.tokens, backend=p.rank.backend, device=p.x.device, sums="slots"
+    )
+    plan = ep.dispatch(p.x, p.ids, p.weights)[1]
+    error = worst(row_errors(ep.combine(y, plan, weighted=True).cpu(), sums.cpu().double()))
+    assert error < SUM_TOLERANCE, f"a sum of slots is off by {error} from that of ranks"
+    return {"combine of slots": lambda: ep.combine(y, plan, weighted=True)}
 
 
 def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, Call]:
@@ -317,7 +335,9 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         )
     steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
     steps += [table.time("gradients", "grads"), table.time("gradients in FP8", "in FP8")]
-    rates = [_rate_column(step) for step in ("fan_out", "send_back")]
+    for name in table.measured(records, ["combine of slots"]):
+        steps += [table.time(name), table.ratio("of slots / combine", name, "combine", 2)]
+    rates = [_rate_column(step) for step in ("fan_out", "send_back", *table.measured(records, ["combine of slots"]))]
     return [
         *against,
         table.table_of("Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1),

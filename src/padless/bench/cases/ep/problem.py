@@ -72,6 +72,10 @@ class EpProblem:
         others = [(ranks == r).any(dim=1).sum() for r in range(self.rank.size) if r != self.rank.rank]
         return int(torch.stack(others).sum())
 
+    def link_slots(self) -> int:
+        """Rows of slots that come back to this rank over the link in a combine of slots."""
+        return int((self.ids // (self.point.experts // self.rank.size) != self.rank.rank).sum())
+
 
 class NcclExchange:
     """all_to_all of bfloat16 rows, k times, with the passes around it: sort, gather, permute and quantize, and back.
