@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from padless.epilogue import GateRule
 from padless.kernels.sm90_moe_decode import config as decode_config
+from padless.kernels.sm90_moe_decode import config_fp4, host_fp4
 from padless.kernels.sm90_moe_decode.config import LayerShape, MoeDecodeConfig
+from padless.kernels.sm90_moe_decode.config_fp4 import MoeDecodeFp4Config
 from padless.kernels.sm90_moe_decode.host import KERNEL
 from padless.runtime import jit
 from support.machine_code import complaints, instructions
@@ -29,6 +32,27 @@ def test_a_kernel_compiles_into_what_it_should(most_tokens: int, tmp_path: Path)
     assert {"UTMALDG.5D", "UTMALDG.3D"} <= opcodes
     assert any(o.startswith("LDG.E.128.STRONG.GPU") for o in opcodes), "hidden rows past L1"
     assert any(o.startswith("STG.E.STRONG.GPU") for o in opcodes)
+
+
+@pytest.mark.parametrize("rule", [GateRule(1.702, 7.0, 1.0), None], ids=["gpt-oss", "plain"])
+def test_the_kernel_of_fp4_weights_compiles_into_what_it_should(rule: GateRule | None, tmp_path: Path) -> None:
+    kernel = jit.compile_kernel(host_fp4.KERNEL, MoeDecodeFp4Config(rule).prelude(), "sm_90a")
+    assert complaints(kernel) == []
+    sass = instructions(kernel, tmp_path)
+    opcodes = {line.split()[0] for line in sass}
+    assert not [o for o in opcodes if re.match(r"(LDL|STL)\b", o)], "local memory"
+    assert {o for o in opcodes if "MMA" in o} == {"HMMA.16816.F32.BF16"}
+    assert {"UTMALDG.5D", "UTMALDG.4D"} <= opcodes
+    assert any(o.startswith("LDG.E.128.STRONG.GPU") for o in opcodes), "hidden rows past L1"
+    assert any(o.startswith("STG.E.STRONG.GPU") for o in opcodes)
+
+
+def test_constants_of_fp4_are_those_of_the_device() -> None:
+    text = jit.sources()["sm90_moe_decode/fp4/storage.cuh"]
+    for line in ("POOL_BYTES = 220 * 1024;", "STAGES = 8;", "STAGE_K = 256;", "NUM_CONSUMER_WARPS = 16;"):
+        assert f"constexpr int {line}" in text
+    assert (config_fp4.POOL_BYTES, config_fp4.MOST_STAGES, config_fp4.STAGE_K) == (220 * 1024, 8, 256)
+    assert config_fp4._WARPS * config_fp4._STAGE_BYTES == 16 * (16 * 128 + 2 * 256)
 
 
 def test_constants_are_those_of_the_device() -> None:

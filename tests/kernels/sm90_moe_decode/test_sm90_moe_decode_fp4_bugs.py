@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from padless.kernels.sm90_moe_decode import host_fp4
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.layouts import pack_fp4, unpack_fp4
+from support.emulator_variants import Variant
 from support.moe_decode_cases import Output, Tokens, draw_tokens, scratch
 from support.moe_decode_fp4_bugs import BUGS, IMPATIENT
 from support.moe_decode_fp4_cases import Fp4Weights, Patient, draw_fp4_weights, launch, several_launches
@@ -53,10 +55,17 @@ def is_ready(memory: torch.Tensor, launches: int) -> bool:
 
 
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
-    """(number of seeds needed, kinds reported until then); None if it was not found."""
-    driver: Any = Patient(bug.edits, IMPATIENT, bug.nth)
+    """(number of seeds needed, kinds reported until then); None if it was not found.
+
+    CTAs have a share each with every other seed, and take each other's with the rest.
+    """
+    drivers: list[Any] = [
+        Patient(bug.edits, IMPATIENT, bug.nth),
+        Variant("sm_90a", host_fp4.KERNEL, bug.edits, IMPATIENT, bug.nth),
+    ]
     kinds: list[str] = []
     for tried, seed in enumerate(SEEDS[: bug.seeds]):
+        driver = drivers[tried % 2]
         output, memory, is_right = Output(3, H), scratch(Fp4LayerShape(3, 3, 3, H, HIDDEN, 3).hidden_words), True
         for n, (tokens, want) in enumerate(calls()):
             with driver.configured(seed=seed, raise_on_reports=False, num_sms=3):
