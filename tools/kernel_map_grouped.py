@@ -46,9 +46,9 @@ _BOTH = replace(_EVERYTHING, row_format=MXFP8, column_format=MXFP8, scale_rule="
 QUANTIZING = {
     "MXFP8 rows": Epilogue(row_format=MXFP8, scale_rule="rceil"),
     "MXFP8 rows and columns, everything": _BOTH,
-    "NVFP4 rows of a SwiGLU in halves": Epilogue(row_format=NVFP4, scale_rule="te", activation="swiglu_concatenated"),
+    "NVFP4 rows of a SwiGLU in halves": Epilogue(row_format=NVFP4, scale_rule="te", activation="swiglu"),
     "FP8_BLOCK rows and columns of an interleaved SwiGLU, everything": replace(
-        _BOTH, row_format=FP8_BLOCK, column_format=FP8_BLOCK, scale_rule="", activation="swiglu_interleaved"
+        _BOTH, row_format=FP8_BLOCK, column_format=FP8_BLOCK, scale_rule="", activation="swiglu", gate_up="interleaved"
     ),
 }
 # Those that are drawn: large groups, small ones, and scales that have to be gathered.

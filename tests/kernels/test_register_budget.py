@@ -42,7 +42,7 @@ def bf16_configs() -> list[sm90_bf16.Sm90Bf16Config]:
     every = itertools.product(PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
     found = {}
     for pair, m, blocked, dtype in every:
-        config = sm90_bf16.select_config(*pair, m, 1, blocked=blocked, out_dtype=dtype)
+        config = sm90_bf16.select_config(*pair, m, 4096, 1, blocked=blocked, out_dtype=dtype)
         found[config.num_warpgroups, config.block_m, config.block_n] = config
     return list(found.values())
 

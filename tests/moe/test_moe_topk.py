@@ -15,7 +15,7 @@ import torch
 
 import padless
 from padless import FP8_BLOCK
-from padless.moe import Router, TopK, moe, router, topk, twins
+from padless.moe import Router, TopK, choosing, moe, topk, twins
 from support import topk_cases
 from support.moe_layer_problem import draw_layer
 from support.ragged import ROOT
@@ -334,7 +334,7 @@ def test_gradient(name: str) -> None:
     assert error.max() < 2e-6, error
     # Another rule's gradient is another.
     other = Router(rule.k, rule.scoring, not rule.renormalize, rule.scaling_factor)
-    wrong = router.gradient(cotangent, logits.detach(), ids, other)
+    wrong = choosing.gradient(cotangent, logits.detach(), ids, other)
     assert ((wrong - exact.grad).abs().amax(1) / scale).max() > 1e-3 or rule.k == experts
 
 
@@ -358,7 +358,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_opcheck(name: str) -> None:
     logits, bias, rule = drawn(name)
     for given in (logits.float(), logits.float().requires_grad_()):
-        torch.library.opcheck(torch.ops.padless.topk.default, (given, bias, *router._packed(rule)))
+        torch.library.opcheck(torch.ops.padless.topk.default, (given, bias, *choosing._packed(rule)))
 
 
 def test_compiled() -> None:

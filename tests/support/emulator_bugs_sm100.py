@@ -16,7 +16,6 @@ from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_dense.host import KERNEL as DENSE
 from support.emulator_variants import Edit
 
-TCGEN05 = "device/ptx/tcgen05.cuh"
 EPILOGUE = "sm100_dense/store.cuh"
 DESCRIPTORS = "device/sm100/descriptors.cuh"
 

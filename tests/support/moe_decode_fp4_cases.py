@@ -11,9 +11,11 @@ import torch
 from padless import MXFP4, BlockScaledTensor, quantize
 from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_moe_decode import host_fp4
+from padless.kernels.sm90_moe_decode.config_fp4 import MoeDecodeFp4Config
 from padless.layouts import plain_scale, to_blocked
 from padless.moe import Activation, decode, moe
 from padless.moe.fused import gate_rule_of
+from support.emulator_variants import Edit, Variant, replace_nth
 from support.moe_decode_cases import Tokens
 
 GPT_OSS = Activation("swiglu", "alternating", 1.702, 7.0, 1.0)
@@ -78,6 +80,18 @@ def several_launches(weights: Fp4Weights, tokens: Tokens, activation: Activation
         mock.patch.object(decode, "is_faster", return_value=False),
     ):
         return call(weights, tokens, activation)
+
+
+class Patient(Variant):
+    """The kernel with edits, and with CTAs that wait for each other to start: every CTA has a share of its own.
+
+    Seeds draw schedules; there has to be room for all CTAs at once.
+    """
+
+    def __init__(self, edits: tuple[Edit, ...], config: MoeDecodeFp4Config, nth: int = 0) -> None:
+        super().__init__("sm_90a", host_fp4.KERNEL, edits, config, nth)
+        share = "sm90_moe_decode/share.cuh"
+        self.texts[share] = replace_nth(self.texts[share], "PATIENCE = 16;", "PATIENCE = 1 << 30;", 0, share)
 
 
 def launch(

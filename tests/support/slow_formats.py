@@ -7,7 +7,6 @@ Nothing here calls torch or the package. Finite float values enter as Fraction; 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -91,11 +90,6 @@ E2M1 = Element(2, 1, 1, Fraction(6))
 def is_negative(value: float) -> bool:
     """Sign bit of a float, zeros and NaN included."""
     return math.copysign(1.0, value) < 0
-
-
-def float32_bits(value: Fraction | float) -> int:
-    """Bit pattern of a number that float32 represents."""
-    return struct.unpack("<I", struct.pack("<f", float(value)))[0]
 
 
 def fp8_block(values: Sequence[float]) -> tuple[float, list[int]]:

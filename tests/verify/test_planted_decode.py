@@ -15,6 +15,7 @@ import torch
 from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.testing.bits import bits
+from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz import case, decode
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.subjects import SUBJECTS
@@ -181,6 +182,17 @@ def test_problems_have_what_is_hard_and_are_one_launch() -> None:
     for name in ("id_dtype", "weights", "shared", "same", "gate_up", "limit", "bias13", "most"):
         assert len({o[name] for o in every}) > 1, name
     assert all(len(depths) > 1 for depths in stages.values()), stages
+
+
+@pytest.mark.parametrize("fmt", ["FP8_BLOCK", pytest.param("MXFP4", marks=pytest.mark.slow)])
+def test_they_pass_in_the_emulator(fmt: str) -> None:
+    """The kernel itself on a block of each dimension, several tokens."""
+    place, block = place_of("emulator"), 128 if fmt == "FP8_BLOCK" else 32
+    o = next(o for o in decode.lines() if o["w"] == fmt and o["shared"])
+    with settings_of("emulator"):
+        cut = {"tokens": 2, "top_k": 2, "experts": 3, "h": block, "i": block, "properties": ["changes", "replay"]}
+        decode.judge_decode(o | cut, place)
+    assert "elements" in place.judge.outcome()
 
 
 def test_the_check_is_of_hopper_alone() -> None:

@@ -63,7 +63,8 @@ def epilogue_of(
         return Epilogue(
             bias=has_bias,
             prob=has_row_weights,
-            activation=f"swiglu_{gate_up}",
+            activation="swiglu",
+            gate_up=gate_up,
             gate_rule=gate_rule,
             gate_in_bf16=True,
             d_dtype=torch.bfloat16,
@@ -71,7 +72,8 @@ def epilogue_of(
     return Epilogue(
         bias=has_bias,
         prob=has_row_weights,
-        activation=f"swiglu_{gate_up}",
+        activation="swiglu",
+        gate_up=gate_up,
         gate_rule=gate_rule,
         gate_in_bf16=True,
         row_format=format,

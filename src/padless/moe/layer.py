@@ -28,11 +28,12 @@ from padless.kernels import replay
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K, check_matrix
+from padless.moe.choosing import TopK, topk
 from padless.moe.combining import combine
 from padless.moe.decode import moe_in_one_launch
 from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
-from padless.moe.router import Router, TopK, topk
+from padless.moe.router import Router
 from padless.moe.routing import Routing, route
 from padless.ops.checks import describe
 from padless.ops.grouped_gemm import grouped_gemm

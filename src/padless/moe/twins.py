@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from padless.moe.activation import Activation, activate, sigmoid
+from padless.moe.router import ID_BITS, Router
 from padless.quantization.swiglu_rules import LARGEST, exp_minus
 from padless.reference.gemm import round_to
 
-if TYPE_CHECKING:
-    from padless.moe.router import Router
-
 LANES = 256  # partial sums of a dot product
-ID_BITS = 12  # of a rank: those of an expert's id
 _LAST_ID = (1 << ID_BITS) - 1
 LEAST_SUM = 1e-20  # added to the sum of sigmoids that others are divided by
 

@@ -87,11 +87,6 @@ _SMALL_VARIANTS = (
 )
 
 
-def padded_to_tiles(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Each group padded to 128 rows."""
-    return tuple(-(-size // 128) * 128 for size in sizes)
-
-
 # Per row, |out - float64| / |float64|. The tensor core keeps 13 fractional bits of the largest of 33 terms, truncating
 # toward zero, four times in 128 of K: about 2^-12.6 on normal data. The output dtype rounds by half a unit in the last
 # place: 2^-9 for bf16, 2^-12 for fp16. The limits leave a factor of two to three.

@@ -21,10 +21,10 @@ from padless.verify.checks import Check
 from padless.verify.fuzz.subjects import SUBJECTS
 from padless.verify.lines import check_of
 from padless.verify.run import jobs_of
-from support.plain_products import VARIANTS, Plain, PlainShape, random_plain, run
+from support.bf16_problems import VARIANTS, Plain, Shape, random_plain, run
 
 EMULATOR, CALL = "emulator", "plain.grouped_gemm"
-SHAPE = PlainShape((33, 0, 70, 1), 3, 24, 72)
+SHAPE = Shape((33, 0, 70, 1), 3, 24, 72)
 STORED = Bf16PlainConfig(block_n=128, out_dtype=torch.float32)
 
 
@@ -62,7 +62,7 @@ def test_bits_are_the_references_in_random_problems(seed: int) -> None:
         return int(torch.randint(low, high, (), generator=generator))
 
     sizes = (draw(1, 100), *(draw(0, 150) * draw(0, 2) for _ in range(draw(0, 4))))
-    shape = PlainShape(sizes, draw(0, 20), 8 * draw(1, 40), 8 * draw(1, 30))
+    shape = Shape(sizes, draw(0, 20), 8 * draw(1, 40), 8 * draw(1, 30))
     plain = random_plain(shape, seed, wide=bool(draw(0, 2)))
     plain = plain.n_major() if draw(0, 2) else plain
     config = replace(VARIANTS[seed % len(VARIANTS)], num_stages=draw(2, 4), raster_m=draw(1, 5))
@@ -87,7 +87,7 @@ def test_other_rows_have_no_influence() -> None:
 
 @pytest.mark.slow
 def test_no_report_on_sixteen_schedules() -> None:
-    plain = random_plain(PlainShape((130, 0, 40), 3, 136, 136), 6)
+    plain = random_plain(Shape((130, 0, 40), 3, 136, 136), 6)
     wanted = None
     for seed in range(16):
         config = replace(
@@ -106,7 +106,7 @@ def test_wrong_offsets_stay_inside(offs: list[int]) -> None:
 
 @pytest.mark.slow
 def test_more_groups_than_lanes_and_threads() -> None:
-    plain = random_plain(PlainShape(tuple(int(g % 13 == 5) for g in range(390)), 0, 16, 24), 9)
+    plain = random_plain(Shape(tuple(int(g % 13 == 5) for g in range(390)), 0, 16, 24), 9)
     assert same_bits(launched(plain, STORED), reference(plain))
 
 

@@ -13,11 +13,11 @@ from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.testing.bits import same_bits
 from padless.testing.guarded import GuardedOutput
 from support.bf16_plain_bugs import BUGS, MAIN, N_MAJOR, STORED
-from support.plain_products import PlainShape, random_plain
+from support.bf16_problems import Shape, random_plain
 from support.planted_bugs import Bug, assert_found, cases, holds, search
 
 # An empty group, one of two tiles, one that has no row for the second warpgroup, rows past the last group.
-SHAPE = PlainShape((0, 130, 33), 3, 136, 216)
+SHAPE = Shape((0, 130, 33), 3, 136, 216)
 LAST = 163
 
 

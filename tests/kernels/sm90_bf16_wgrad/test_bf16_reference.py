@@ -10,7 +10,7 @@ from padless.emulator.units import arithmetic
 from padless.reference import bf16
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference, multiply_accumulate, product
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import RowsShape, random_rows
+from support.bf16_problems import Shape, random_rows
 
 
 def operands(seed: int, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -58,7 +58,7 @@ def test_a_bit_less_is_seen(monkeypatch: pytest.MonkeyPatch, name: str, value: i
 
 
 def test_the_tensor_core_is_close_to_exact_sums() -> None:
-    rows = random_rows(RowsShape((200, 0, 33), 2, 24, 40))
+    rows = random_rows(Shape((200, 0, 33), 2, 24, 40))
     results = {
         kind: grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=torch.float64, accumulation=kind)
         for kind in bf16.ACCUMULATIONS
@@ -81,7 +81,7 @@ def test_zeros_change_no_bit() -> None:
 
 
 def test_what_is_not_allowed() -> None:
-    rows = random_rows(RowsShape((3,), 0, 16, 24))
+    rows = random_rows(Shape((3,), 0, 16, 24))
     with pytest.raises(ValueError, match="accumulation is 'bf16'; allowed: 'tensor_core'"):
         grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, accumulation="bf16")
     with pytest.raises(ValueError, match="accumulate needs out"):

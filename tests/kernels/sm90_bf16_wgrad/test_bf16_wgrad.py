@@ -13,14 +13,15 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import Rows, RowsShape, padded, permuted, poisoned, random_rows
+from padless.verify.bf16.problems import Rows, padded, permuted, poisoned
+from support.bf16_problems import Shape, random_rows
 from support.weight_gradients import BF16_VARIANTS, gradient_of_rows
 
 EMULATOR = "emulator"
 # Every length of the last step and stage, one tile to a group; N and K are not multiples of a tile.
-LENGTHS = RowsShape((0, 1, 15, 16, 17, 33, 47, 49, 63, 64, 65, 127, 129), 3, 24, 72)
+LENGTHS = Shape((0, 1, 15, 16, 17, 33, 47, 49, 63, 64, 65, 127, 129), 3, 24, 72)
 # Several tiles along N and K, groups of several stages, more of them than stages of the ring.
-TILES = RowsShape((300, 0, 97), 5, 264, 136)
+TILES = Shape((300, 0, 97), 5, 264, 136)
 STORED = Bf16WgradConfig(block_n=128, out_dtype=torch.float32)
 
 
@@ -72,7 +73,7 @@ def test_bits_are_the_references_in_random_problems(seed: int) -> None:
         return int(torch.randint(low, high, (), generator=generator))
 
     sizes = tuple(draw(0, 100) * draw(0, 2) for _ in range(draw(1, 6)))
-    shape = RowsShape(sizes, draw(0, 20), 8 * draw(2, 20), 8 * draw(2, 34))
+    shape = Shape(sizes, draw(0, 20), 8 * draw(2, 20), 8 * draw(2, 34))
     rows = poisoned(random_rows(shape, seed, wide=bool(draw(0, 2))))
     config = replace(BF16_VARIANTS[seed % len(BF16_VARIANTS)], num_stages=draw(2, 5))
     out = launched(rows, config, seed=seed, num_sms=draw(1, 5))
@@ -115,7 +116,7 @@ def test_accumulating_adds_once_and_leaves_empty_groups_alone() -> None:
 def test_accumulating_in_many_tiles(block_n: int) -> None:
     """Several tiles to a CTA, so that buffers are used again; what was there is subnormal in places."""
     config = replace(STORED, block_n=block_n)
-    rows = random_rows(RowsShape((100, 0, 50), 3, 144, 264), 6)
+    rows = random_rows(Shape((100, 0, 50), 3, 144, 264), 6)
     stored = reference(rows, torch.float32)
     before = torch.randn(stored.shape, generator=torch.Generator().manual_seed(5)) * stored.abs().mean()
     before[:, ::3] *= 2.0**-140
@@ -134,7 +135,7 @@ def test_empty_groups_are_stored_as_zeros_and_not_added() -> None:
 
 def check_schedules(config: Bf16WgradConfig, seeds: range) -> None:
     """Two tiles and more to a CTA, of 0 to 5 stages; the emulator raises where it has something to report."""
-    rows = random_rows(RowsShape((100, 0, 300), 3, 16, 264), 6)
+    rows = random_rows(Shape((100, 0, 300), 3, 16, 264), 6)
     first = None
     for seed in seeds:
         given = replace(config, num_stages=2 + seed % 2)
@@ -156,7 +157,7 @@ def test_no_report_on_24_schedules(config: Bf16WgradConfig) -> None:
 @pytest.mark.parametrize("offs", [[100, 10, -5, 70], [2**31 - 1] * 4, [0, 2**30, -(2**31), 5]])
 def test_wrong_offsets_stay_inside(offs: list[int]) -> None:
     """The emulator reports any access outside the tensors; guards stand beside the output."""
-    rows = random_rows(RowsShape((31, 40, 1, 0), 0, 24, 72), 7)
+    rows = random_rows(Shape((31, 40, 1, 0), 0, 24, 72), 7)
     wrong = replace(rows, offs=torch.tensor(offs, dtype=torch.int32))
     assert same_bits(launched(wrong, STORED), reference(wrong))
 
@@ -176,5 +177,5 @@ def test_rows_may_lie_apart() -> None:
 
 @pytest.mark.slow
 def test_more_groups_than_lanes_and_threads() -> None:
-    rows = random_rows(RowsShape(tuple((7 * g) % 37 for g in range(390)), 0, 16, 24), 9)
+    rows = random_rows(Shape(tuple((7 * g) % 37 for g in range(390)), 0, 16, 24), 9)
     assert same_bits(launched(rows, STORED), reference(rows))

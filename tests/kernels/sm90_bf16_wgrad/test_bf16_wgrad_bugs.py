@@ -11,13 +11,14 @@ import pytest
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import RowsShape, poisoned, random_rows
+from padless.verify.bf16.problems import poisoned
+from support.bf16_problems import Shape, random_rows
 from support.bf16_wgrad_bugs import BUGS, MAIN, STORED
 from support.planted_bugs import Bug, assert_found, cases, gradient_before, holds, search
 from support.weight_gradients import GuardedGradient
 
 # An empty group, one of two blocks and a bit, one of one and a bit, one of part of a block; several tiles to a CTA.
-SHAPE = RowsShape((0, 130, 80, 33), 3, 72, 264)
+SHAPE = Shape((0, 130, 80, 33), 3, 72, 264)
 
 
 def detect(bug: Bug) -> tuple[int | None, list[str]]:

@@ -16,10 +16,11 @@ from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradProblem, tiles_of
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import Rows, RowsShape, random_rows
+from padless.verify.bf16.problems import Rows
 from padless.verify.problems.wgrad import WgradShape, random_operands
+from support.bf16_problems import Shape, random_rows
 
-SHAPE = RowsShape((33, 0, 129, 1), 3, 24, 72)
+SHAPE = Shape((33, 0, 129, 1), 3, 24, 72)
 
 
 @pytest.fixture

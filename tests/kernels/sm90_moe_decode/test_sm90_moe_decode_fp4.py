@@ -2,8 +2,8 @@
 
 What would convince a sceptic: every bit, from random operands, biases and scales, of what is computed by other kernels
 and torch; K that ends inside of a stage, a block and a quad, with scales that are no numbers past its end; outputs
-poisoned and guarded; launches one after the other on one scratch, with other tokens, ids and sizes; one to three CTAs
-resident (by the seed), so that CTAs take each other's shares.
+poisoned and guarded; launches one after the other on one scratch, with other tokens, ids and sizes; CTAs that take each
+other's shares, and CTAs that have one each.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from padless.emulator.fake_driver import emulated_driver
-from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
+from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape, MoeDecodeFp4Config
 from padless.moe import Activation
+from padless.moe.fused import gate_rule_of
 from support.moe_decode_cases import Output, Tokens, draw_tokens, scratch
-from support.moe_decode_fp4_cases import GPT_OSS, PLAIN, draw_fp4_weights, launch, several_launches
+from support.moe_decode_fp4_cases import GPT_OSS, PLAIN, Patient, draw_fp4_weights, launch, several_launches
 
 SLOW = pytest.mark.slow
 STEEP = Activation("swiglu", "alternating", alpha=0.7, up_offset=-0.5)  # no limit
@@ -56,6 +57,21 @@ def test_bits_of_several_launches(
     output, driver = Output(tokens, h), emulated_driver()
     with driver.configured(num_sms=sms, seed=seed):
         launch(driver, weights, drawn, output.poisoned(tokens), scratch(words_of(tokens, top_k, i)), activation)
+    assert output.is_right(want)
+
+
+@pytest.mark.parametrize(
+    ("h", "i", "tokens", "sms", "seed"),
+    [(96, 160, 3, 3, 22), pytest.param(416, 288, 2, 4, 10, marks=SLOW), pytest.param(64, 288, 8, 2, 44, marks=SLOW)],
+)
+def test_hidden_rows_of_other_ctas(h: int, i: int, tokens: int, sms: int, seed: int) -> None:
+    """Every CTA has a share of its own, and waits for the others' rows."""
+    weights = draw_fp4_weights(4, h, i, seed)
+    drawn = draw_tokens(weights, tokens, 2, seed, shared=True)
+    want = several_launches(weights, drawn)
+    output, driver = Output(tokens, h), Patient((), MoeDecodeFp4Config(gate_rule_of(GPT_OSS)))
+    with driver.configured(num_sms=sms, seed=seed):
+        launch(driver, weights, drawn, output.poisoned(tokens), scratch(words_of(tokens, 2, i)))
     assert output.is_right(want)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from padless.demo.train.run import Training
+from padless.demo.train.curves import Training
 
 LIMIT = 0.0025
 LIMITS = {"nvfp4": 0.01}  # of a recipe's own; four bits are not eight

@@ -6,16 +6,14 @@ import json
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from padless.demo.train.curves import Training
 from padless.demo.train.parity import verdicts
-
-if TYPE_CHECKING:
-    from padless.demo.train.run import Training
 
 COLOURS = ("#33658a", "#c0392b", "#2f9c95", "#c99a1b", "#7a5195", "#6b8e23", "#d45087", "#555555")
 SMOOTHED = 20  # steps whose mean a drawn point is

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from padless.emulator.run.machine import Machine
+from padless.emulator.state.warp import Cluster
+
+
+class Machine(Protocol):
+    """What is read of a running launch, as `run.machine.Machine` is."""
+
+    clusters: list[Cluster]
+    blocks: Any
+    progress: int
+    gave_up_at: int
+
+    def report(self, kind: str, message: str, instruction: Any, warp: Any) -> None: ...
 
 
 def release_parked(machine: Machine) -> bool:

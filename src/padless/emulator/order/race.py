@@ -18,15 +18,21 @@ to execute things in, so that most races show on any seed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from padless.emulator.order.reports import Collector
 from padless.emulator.units.number_formats import Array
 
-if TYPE_CHECKING:
-    from padless.emulator.state.site import Site
+
+class Place(Protocol):
+    """A lane at an instruction, as `state.site.Site` is."""
+
+    instruction: Any
+    warp: Any
+    lane: int
+
 
 PLANES = 5
 BASE, PROXY, READS, BEFORE, TENSOR = range(PLANES)  # all but the last travel
@@ -249,7 +255,7 @@ class Shadow:
 
     # ---- bulk accesses, ordered by one clock of five planes
     def bulk(
-        self, cells: Any, clock: Array, stamp: Any, site: Site, write: bool, generic_plane: int = PROXY, own: int = 0
+        self, cells: Any, clock: Array, stamp: Any, site: Place, write: bool, generic_plane: int = PROXY, own: int = 0
     ) -> None:
         """An asynchronous access to `cells` (slice or index array) by an operation issued under `clock` (five planes).
 
@@ -270,7 +276,7 @@ class Shadow:
         self._remember_read(4 + (int(stamp) >> COLUMN_SHIFT) % 4, cells, stamp, site.instruction)
 
     def _check_bulk(
-        self, stamps: Array, cells: Any, clock: Array, sites: Array, site: Site, did: str, planes: tuple[int, int],
+        self, stamps: Array, cells: Any, clock: Array, sites: Array, site: Place, did: str, planes: tuple[int, int],
         own: int = 0,
     ) -> None:  # fmt: skip
         flat = stamps.reshape(-1)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.moe.router import Router, topk
+from padless.moe.choosing import topk
+from padless.moe.router import Router
 
 # Classes that are known to have one of these rules, in transformers 5.17 and 5.23.
 SOFTMAX = ("MiniMaxTopKRouter", "MixtralTopKRouter")  # float32 weights; those of the next are in the logits' dtype

@@ -3,21 +3,17 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.moe.router import ID_BITS, Router
 from padless.moe.triton import arithmetic
-from padless.moe.twins import ID_BITS, LEAST_SUM
+from padless.moe.twins import LEAST_SUM
 from padless.quantization.swiglu_rules import LARGEST
 from padless.quantization.triton import casts, swiglu_arithmetic
 from padless.quantization.triton.launches import begin, launch, programmatic
-
-if TYPE_CHECKING:
-    from padless.moe.router import Router
 
 _LOGITS_A_WARP = 1024
 _LOWEST = tl.constexpr(-LARGEST)

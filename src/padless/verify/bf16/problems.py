@@ -1,4 +1,4 @@
-"""Random problems of bf16 weight gradients, and changes that must not change their bits."""
+"""Operands of bf16 weight gradients, and changes that must not change their bits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,6 @@ _STEP = 16  # tokens that the tensor core adds at once
 
 
 @dataclass(frozen=True)
-class RowsShape:
-    """Rows of each group, rows past the last group, N, K."""
-
-    sizes: tuple[int, ...]
-    past: int
-    n: int
-    k: int
-
-
-@dataclass(frozen=True)
 class Rows:
     """dY (M, N) and X (M, K) bfloat16, and where groups end."""
 
@@ -31,30 +21,15 @@ class Rows:
     x: torch.Tensor
     offs: torch.Tensor
 
-    def to(self, device: str) -> Rows:
-        """The same on another device."""
-        return Rows(self.dy.to(device), self.x.to(device), self.offs.to(device))
-
     @property
     def groups(self) -> list[tuple[int, int]]:
         """[start, end) of each group's rows."""
-        ends = clamped_ends(self.offs.tolist(), self.dy.shape[0])
-        return list(itertools.pairwise([0, *ends]))
+        return groups_of(self.offs, self.dy.shape[0])
 
 
-def random_rows(shape: RowsShape, seed: int = 0, *, wide: bool = False) -> Rows:
-    """Operands on the CPU, a function of the arguments alone: normal, or over forty powers of two (``wide``)."""
-    generator = torch.Generator().manual_seed(seed + 7919 * shape.n + shape.k)
-    m = sum(shape.sizes) + shape.past
-
-    def values(features: int) -> torch.Tensor:
-        found = torch.randn((m, features), generator=generator)
-        if wide:
-            found *= torch.exp2(torch.randint(-20, 21, (m, features), generator=generator).float())
-        return found.to(torch.bfloat16)
-
-    offs = torch.tensor(shape.sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
-    return Rows(values(shape.n), values(shape.k), offs)
+def groups_of(offs: torch.Tensor, rows: int) -> list[tuple[int, int]]:
+    """[start, end) of each group's rows, of so many in all. Waits for the device."""
+    return list(itertools.pairwise([0, *clamped_ends(offs.tolist(), rows)]))
 
 
 def poisoned(rows: Rows, only: int | None = None) -> Rows:

@@ -1,18 +1,20 @@
-"""Products of plain bf16 tensors in guarded outputs, and the configurations that `padless verify` launches."""
+"""Random problems of plain bf16 tensors, and products of them in guarded outputs."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
-from padless.ops.grouped_gemm import grouped_gemm
-from padless.row_groups import clamped_ends
+from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.runtime.choices import BackendName
 from padless.testing.guarded import GuardedOutput
+from padless.verify.bf16.problems import Rows, groups_of
 
+# The configurations of products that `padless verify` launches.
 VARIANTS = tuple(
     Bf16PlainConfig(block_n=block_n, piece_slabs=slabs, out_dtype=dtype)
     for dtype, (block_n, slabs) in itertools.product(
@@ -22,13 +24,26 @@ VARIANTS = tuple(
 
 
 @dataclass(frozen=True)
-class PlainShape:
+class Shape:
     """Rows of each group, rows past the last group, N, K."""
 
     sizes: tuple[int, ...]
     past: int
     n: int
     k: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sizes) + self.past
+
+    def values(self, seed: int, wide: bool, *dims: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """bfloat16 numbers, a function of the arguments alone: normal, or over forty powers of two (``wide``)."""
+        generator = torch.Generator().manual_seed(seed + 7919 * self.n + self.k)
+        for one in dims:
+            found = torch.randn(one, generator=generator)
+            if wide:
+                found *= torch.exp2(torch.randint(-20, 21, one, generator=generator).float())
+            yield found.to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -39,33 +54,26 @@ class Plain:
     b: torch.Tensor
     offs: torch.Tensor
 
-    def to(self, device: str) -> Plain:
-        """The same on another device."""
-        return Plain(self.a.to(device), self.b.to(device), self.offs.to(device))
-
     @property
     def groups(self) -> list[tuple[int, int]]:
         """[start, end) of each group's rows."""
-        return list(itertools.pairwise([0, *clamped_ends(self.offs.tolist(), self.a.shape[0])]))
+        return groups_of(self.offs, self.a.shape[0])
 
     def n_major(self) -> Plain:
         """The same with weights of which N is contiguous."""
         return replace(self, b=self.b.transpose(1, 2).contiguous().transpose(1, 2))
 
 
-def random_plain(shape: PlainShape, seed: int = 0, *, wide: bool = False) -> Plain:
-    """Operands on the CPU, a function of the arguments alone: normal, or over forty powers of two (``wide``)."""
-    generator = torch.Generator().manual_seed(seed + 7919 * shape.n + shape.k)
+def random_plain(shape: Shape, seed: int = 0, *, wide: bool = False) -> Plain:
+    """Operands of a product, on the CPU; see `Shape.values`."""
+    a, b = shape.values(seed, wide, (shape.rows, shape.k), (len(shape.sizes), shape.n, shape.k))
+    return Plain(a, b, group_offsets(shape.sizes))
 
-    def values(*dims: int) -> torch.Tensor:
-        found = torch.randn(dims, generator=generator)
-        if wide:
-            found *= torch.exp2(torch.randint(-20, 21, dims, generator=generator).float())
-        return found.to(torch.bfloat16)
 
-    offs = torch.tensor(shape.sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
-    a = values(sum(shape.sizes) + shape.past, shape.k)
-    return Plain(a, values(len(shape.sizes), shape.n, shape.k), offs)
+def random_rows(shape: Shape, seed: int = 0, *, wide: bool = False) -> Rows:
+    """Operands of a weight gradient, on the CPU; see `Shape.values`."""
+    dy, x = shape.values(seed, wide, (shape.rows, shape.n), (shape.rows, shape.k))
+    return Rows(dy, x, group_offsets(shape.sizes))
 
 
 def run(plain: Plain, config: Bf16PlainConfig, backend: BackendName | None = None) -> torch.Tensor:
