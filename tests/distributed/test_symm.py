@@ -65,6 +65,8 @@ def test_processes_that_share_memory(size: int) -> None:
         "transposes",
         "errors",
         "sizes",
+        "functions_of_slots",
+        "gradients_of_slots",
         *(("training",) if size == 2 else ()),
     )
     found = interpreted("ep_shared.py", str(size), *names)

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,6 +223,36 @@ def test_experts_of_transformers_have_the_trainers_bits(recipe: str) -> None:
         fresh = quantized_by_transformers(RECIPES[recipe].forward, problem)
         load_codes(fresh, made.codes())
         assert torch.equal(fresh(*given), want)
+
+
+def test_gpt_oss_experts_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 bytes, and with them the tiles that the plug-in made of both scales as on a GPU."""
+    pytest.importorskip("transformers")
+    from padless.integrations.transformers.quantizers import GptOssMxfp4Experts
+    from padless.integrations.transformers.weights import expert_weights
+
+    monkeypatch.setattr(weights, "is_on_gpu", lambda t: True)
+    sizes = {"num_local_experts": 5, "hidden_size": 160, "intermediate_size": 160}
+    config = SimpleNamespace(_experts_implementation="padless", **sizes)
+    made = GptOssMxfp4Experts(config).requires_grad_(False)
+    drawn = draw_layer((MXFP4, torch.bfloat16), tokens=20, h=160, i=160)
+    for name, parameter in made.named_parameters():
+        parameter.copy_(torch.randn(parameter.shape) if name.endswith("bias") else torch.full(parameter.shape, 119))
+    given = drawn.x, drawn.ids, drawn.weights
+    before = made(*given)
+    kept = parts(expert_weights(made))
+    codes = mxfp4_codes(3)
+    load_codes(made, codes)
+    options: Any = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    biases = {"bias13": made.gate_up_proj_bias.detach(), "bias2": made.down_proj_bias.detach()}
+    want = moe.moe(*given, codes.w13, codes.w2, activations=torch.bfloat16, **options, **biases)
+    got = made(*given)
+    assert torch.equal(got, want)
+    assert not torch.equal(got, before)
+    assert [t.data_ptr() for t in parts(expert_weights(made))] == [t.data_ptr() for t in kept]
+    assert expert_weights(made).w13.scale_layout == "blocked"
+    with pytest.raises(ValueError, match="gate_up of the codes is 'concatenated'"):
+        load_codes(made, replace(codes, gate_up="concatenated"))
 
 
 # --- what does not fit -----------------------------------------------------------------------------------
