@@ -1,9 +1,10 @@
-"""Layers that train in block-scaled FP8: modules, recipes, CUDA graphs of them, and weight gradients that wait."""
+"""Layers that train in block-scaled FP8: modules, recipes, CUDA graphs, adapters, and weight gradients that wait."""
 
 from padless.nn.codes import ExpertCodes, expert_codes
 from padless.nn.experts import Experts, MoE
 from padless.nn.graphs import graphed
 from padless.nn.linear import GroupedLinear
+from padless.nn.lora import LoraExperts
 from padless.nn.recipe import RECIPES, Recipe
 from padless.nn.rows_function import experts_of_rows
 from padless.nn.weight_gradient import DelayedWgrad
@@ -14,6 +15,7 @@ __all__ = [
     "ExpertCodes",
     "Experts",
     "GroupedLinear",
+    "LoraExperts",
     "MoE",
     "Recipe",
     "expert_codes",

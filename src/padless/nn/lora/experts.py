@@ -1,0 +1,254 @@
+"""Experts whose weights are frozen codes, with low-rank adapters that train: `LoraExperts`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import dropout as dropped
+
+from padless.arguments import check_flag, check_integer, check_type, is_one_of, shown
+from padless.formats import NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.moe.activation import Activation
+from padless.moe.checks import MAX_EXPERTS, check_matrix
+from padless.moe.gather import activate_quantize
+from padless.moe.layer import ACTIVATIONS, moe
+from padless.moe.routing import check_ids, route
+from padless.nn.lora.frozen import frozen_product
+from padless.nn.lora.low_rank import low_rank_product
+from padless.nn.lora.tokens import activated, combined, gathered_rows
+from padless.nn.weight_codes import has_backward
+from padless.ops.checks import describe
+from padless.quantization.quantize import quantize
+
+MAX_RANK = 256
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class LoraExperts(nn.Module):
+    """Frozen experts with low-rank adapters: y = W x + bias + scaling * B (A x) in both projections of every expert.
+
+    w13: (E, 2 I, H), (E, I, H) for an activation without a gate, and w2: (E, H, I): FP8_BLOCK, MXFP8, MXFP4 or NVFP4
+        codes of kind "weight". They are constants, in no state dict, and never dequantized as a whole but as
+        `padless.nn.lora.frozen.input_gradient` says.
+    bias13, bias2: (E, 2 I) or (E, I), and (E, H), or None. nn.Parameters among them are trained.
+    activation: a `padless.moe.Activation`; the default is silu(gate) * up of concatenated halves.
+    activations: format of the rows, as in `padless.moe.moe`.
+    rank: r, from 1 to 256, of every adapter. alpha: scaling is alpha / r, alpha / sqrt(r) with ``rslora``.
+    dropout: of the rows that A reads, in training mode; every slot of a token draws its own.
+    adapters: their names, in the order that adapter_ids count.
+    dtype: of the parameters, bfloat16 or float32; products are computed in bfloat16.
+
+    Parameters, by an adapter's name: ``a13[name]`` (E, r, H), ``b13[name]`` (E, 2 I, r), ``a2[name]`` (E, r, I),
+    ``b2[name]`` (E, H, r). A is drawn as torch.nn.Linear's weight is, B is zero. ``active``: the adapter of all tokens
+    where no adapter_ids are given, None for none; it may be assigned. Raises ValueError.
+    """
+
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+
+    def __init__(
+        self,
+        w13: BlockScaledTensor,
+        w2: BlockScaledTensor,
+        *,
+        bias13: torch.Tensor | None = None,
+        bias2: torch.Tensor | None = None,
+        activation: Activation | None = None,
+        activations: BlockScaledFormat | torch.dtype | None = None,
+        rank: int = 16,
+        alpha: float = 32.0,
+        rslora: bool = False,
+        dropout: float = 0.0,
+        adapters: Sequence[str] = ("default",),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        for name, w in (("w13", w13), ("w2", w2)):
+            if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
+                raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
+        check_integer("rank", rank, 1, MAX_RANK)
+        check_flag("rslora", rslora)
+        check_type("activation", activation, Activation)
+        if not is_one_of(dtype, _DTYPES):
+            raise ValueError(f"dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float32")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout is {dropout}; it must be from 0 to below 1")
+        names = tuple(adapters)
+        if isinstance(adapters, str) or not names or len(set(names)) != len(names):
+            raise ValueError(f"adapters is {shown(adapters)}; it must be a sequence of different names")
+        self.w13, self.w2 = w13, w2
+        self.num_experts, self.intermediate, n = w13.data.shape[0], w2.logical_shape[2], w13.logical_shape[1]
+        self.hidden = w13.logical_shape[2]
+        self.activation = Activation() if activation is None else activation
+        wanted = (self.num_experts, self.hidden, self.activation.out_columns(n))
+        if w2.logical_shape != wanted:
+            raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
+        for name, bias, columns in (("bias13", bias13, n), ("bias2", bias2, self.hidden)):
+            if bias is not None and tuple(bias.shape) != (self.num_experts, columns):
+                raise ValueError(f"{name} must be {(self.num_experts, columns)}, got {tuple(bias.shape)}")
+            if isinstance(bias, nn.Parameter) or bias is None:
+                self.register_parameter(name, bias)
+            else:
+                self.register_buffer(name, bias, persistent=False)
+        self.activations = activations
+        self.rank, self.dropout, self.adapters = rank, dropout, names
+        self.scaling = alpha / (math.sqrt(rank) if rslora else rank)
+        self.active: str | None = names[0]
+
+        def made(rows: int, columns: int) -> nn.ParameterDict:
+            shape = (self.num_experts, rows, columns)
+            return nn.ParameterDict(
+                {name: nn.Parameter(torch.empty(shape, dtype=dtype, device=w13.device)) for name in names}
+            )
+
+        self.a13, self.b13 = made(rank, self.hidden), made(n, rank)
+        self.a2, self.b2 = made(rank, self.intermediate), made(self.hidden, rank)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every A uniformly from +- 1 / sqrt(K) and sets every B to zero."""
+        for name in self.adapters:
+            for a, b in ((self.a13[name], self.b13[name]), (self.a2[name], self.b2[name])):
+                nn.init.uniform_(a, -1 / math.sqrt(a.shape[2]), 1 / math.sqrt(a.shape[2]))
+                nn.init.zeros_(b)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LoraExperts:
+        """Moves the codes along with the parameters; their types stay."""
+        super()._apply(fn, recurse)
+        device = self.a13[self.adapters[0]].device
+        if device.type != "meta":
+            self.w13, self.w2 = self.w13.to(device), self.w2.to(device)
+        return self
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        *,
+        adapter_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t]), plus shared[t]; (T, H).
+
+        x: (T, H) bfloat16, float16 or float32. top_k_index, top_k_weights: (T, k), shared: (T, H), as in
+        `padless.moe.moe`.
+        adapter_ids: (T,) int32 or int64, the place in ``adapters`` of each token's; others, such as -1, are none. Then
+            experts times (adapters + 1) may be 1024 at most. None: all tokens have ``active``.
+
+        A token without an adapter has the bits of `padless.moe.moe`. Differentiable, once, for x, top_k_weights, shared,
+        the adapters and biases that are parameters. No synchronization; safe in CUDA graphs. Raises ValueError.
+        """
+        if adapter_ids is None and self.active is not None and self.active not in self.adapters:
+            raise ValueError(f"active is {shown(self.active)}; it must be None or one of {self.adapters}")
+        has_adapter = adapter_ids is not None or self.active is not None
+        if not has_adapter and not has_backward(x, top_k_weights, shared, self.bias13, self.bias2):
+            return self._without_adapters(x, top_k_index, top_k_weights, shared)
+        check_ids(top_k_index, self.num_experts)
+        check_matrix("x", x, top_k_index.shape[0], self.hidden, self.w13.device)
+        check_matrix("top_k_weights", top_k_weights, top_k_index.shape[0], top_k_index.shape[1], x.device)
+        if shared is not None:
+            check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
+        names = (self.active,) if adapter_ids is None else self.adapters
+        if adapter_ids is None:
+            offs, tokens, inverse = route(top_k_index, self.num_experts)
+            pairs = offs
+        else:
+            pairs, tokens, inverse = route(self._pairs(top_k_index, adapter_ids), self._num_pairs())
+            offs = pairs[len(self.adapters) :: len(self.adapters) + 1].contiguous()
+        plain = adapter_ids is not None
+
+        rows = gathered_rows(x, tokens, inverse)
+        h = frozen_product(rows, self._quantized(rows), self.w13, self.bias13, offs)
+        if has_adapter:
+            h = h + self._delta(rows, self.a13, self.b13, names, plain, pairs)
+        format = self._format()
+        hidden = activated(h, self.activation)
+        operand: BlockScaledTensor | torch.Tensor = hidden.detach()
+        if format is not None:
+            operand = activate_quantize(
+                h.detach(), self.activation, format, global_scale=self._scale(format), offs=offs
+            )
+        y = frozen_product(hidden, operand, self.w2, self.bias2, offs)
+        if has_adapter:
+            y = y + self._delta(hidden, self.a2, self.b2, names, plain, pairs)
+        out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
+        return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
+
+    def _without_adapters(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
+    ) -> torch.Tensor:
+        act = self.activation
+        return moe(
+            x, ids, weights, self.w13, self.w2, activation=act.kind, gate_up=act.gate_up, alpha=act.alpha,
+            limit=act.limit, up_offset=act.up_offset, bias13=self.bias13, bias2=self.bias2, shared=shared,
+            activations=self.activations,
+        )  # fmt: skip
+
+    def _num_pairs(self) -> int:
+        """Groups of (expert, adapter or none)."""
+        pairs = self.num_experts * (len(self.adapters) + 1)
+        if pairs > MAX_EXPERTS:
+            raise ValueError(
+                f"adapter_ids choose among {len(self.adapters)} adapters of {self.num_experts} experts, which are "
+                f"{pairs} groups with those of no adapter; at most {MAX_EXPERTS} are allowed"
+            )
+        return pairs
+
+    def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
+        """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""
+        if (
+            not isinstance(adapter_ids, torch.Tensor)
+            or adapter_ids.dtype not in (torch.int32, torch.int64)
+            or tuple(adapter_ids.shape) != (ids.shape[0],)
+            or adapter_ids.device != ids.device
+        ):
+            raise ValueError(
+                f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
+            )
+        count, is_expert = len(self.adapters), (ids >= 0) & (ids < self.num_experts)
+        chosen = torch.where((adapter_ids >= 0) & (adapter_ids < count), adapter_ids, count)
+        return torch.where(is_expert, ids * (count + 1) + chosen[:, None].to(ids.dtype), -1)
+
+    def _delta(
+        self,
+        rows: torch.Tensor,
+        a: nn.ParameterDict,
+        b: nn.ParameterDict,
+        names: tuple[str | None, ...],
+        with_none: bool,
+        pairs: torch.Tensor,
+    ) -> torch.Tensor:
+        """The low-rank products of rows in the groups `pairs`; (M, N) bfloat16."""
+        chosen = [name for name in names if name is not None]
+        down = [a[name].to(torch.bfloat16) for name in chosen]
+        up = [(b[name] * self.scaling).to(torch.bfloat16) for name in chosen]
+        if with_none:  # a group of zeros follows each expert's adapters
+            down, up = [*down, torch.zeros_like(down[0])], [*up, torch.zeros_like(up[0])]
+        of_rows = dropped(rows.to(torch.bfloat16), self.dropout, self.training)
+        flat_down, flat_up = (torch.stack(t, dim=1).flatten(0, 1) if len(t) > 1 else t[0] for t in (down, up))
+        return low_rank_product(of_rows, flat_down, flat_up, pairs)
+
+    def _format(self) -> BlockScaledFormat | None:
+        """What rows are quantized to; None for bfloat16."""
+        if self.activations is None:
+            return ACTIVATIONS[self.w13.format]
+        return self.activations if isinstance(self.activations, BlockScaledFormat) else None
+
+    def _scale(self, format: BlockScaledFormat) -> torch.Tensor | None:
+        """NVFP4's global scale of activations, 1."""
+        return torch.ones((), dtype=torch.float32, device=self.w13.device) if format == NVFP4 else None
+
+    def _quantized(self, rows: torch.Tensor) -> BlockScaledTensor | torch.Tensor:
+        format, rows = self._format(), rows.detach()
+        if format is None:
+            return rows.to(torch.bfloat16)
+        return quantize(rows, format, global_scale=self._scale(format))
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"
+        return f"{sizes}, rank={self.rank}, scaling={self.scaling}, adapters={self.adapters}"

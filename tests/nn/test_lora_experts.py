@@ -1,0 +1,312 @@
+"""LoraExperts against float64 token by token, against the bits of moe, and its gradients in every state.
+
+What would convince a sceptic: every gradient against autograd in float64 of dequantized weights, per row for dx; tokens
+without an adapter to the bit; each token's adapter where tokens differ; groups without rows; planted faults are seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from padless import FP8_BLOCK, MXFP4, NVFP4, dequantize
+from padless.moe import Activation, moe
+from padless.nn.lora import LoraExperts, frozen, tokens
+from support.moe_layer_problem import PAIRS, Layer, draw_layer, exact_activation, pair_name
+from support.training_layer import sqnr, worst_row
+
+GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+OPTIONS = ("gate_up", "alpha", "limit", "up_offset")
+BF16_PAIR = (MXFP4, torch.bfloat16)
+# Rows are rounded to e4m3, e2m1 or bfloat16, each with its own error; limits are the formats', not the layer's.
+LEAST_DB = {"FP8_BLOCK": 21.0, "MXFP8": 21.0, "NVFP4": 9.0, "MXFP4": 9.0, "BF16": 36.0}
+
+
+def least_db(pair: Any) -> float:
+    fmt, activations = pair
+    if activations is torch.bfloat16:
+        return LEAST_DB["BF16"]
+    name = activations.name if activations is not None else {"MXFP4": "FP8_BLOCK"}.get(fmt.name, fmt.name)
+    return LEAST_DB[name]
+
+
+def module(layer: Layer, *, train_biases: bool = False, **options: Any) -> LoraExperts:
+    """Adapters whose B is random, not zero."""
+    o = layer.options
+    activation = Activation(o.get("activation", "swiglu"), **{k: o[k] for k in OPTIONS if k in o})
+    biases = {k: o.get(k) for k in ("bias13", "bias2")}
+    if train_biases:
+        biases = {k: nn.Parameter(b.float()) for k, b in biases.items()}
+    found = LoraExperts(layer.w13, layer.w2, activation=activation, activations=o["activations"], **(biases | options))
+    g = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name in found.adapters:
+            for a, b in ((found.a13, found.b13), (found.a2, found.b2)):
+                a[name].copy_(torch.randn(a[name].shape, generator=g) / a[name].shape[2] ** 0.5)
+                b[name].copy_(torch.randn(b[name].shape, generator=g) / b[name].shape[2] ** 0.5 / found.scaling)
+    return found
+
+
+def truth(
+    layer: Layer, m: LoraExperts, dout: torch.Tensor, adapter_ids: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Result and gradients by autograd in float64, an expert and an adapter at a time."""
+    p = {name: t.detach().double().requires_grad_() for name, t in m.named_parameters()}
+    x, weights = layer.x.double().requires_grad_(), layer.weights.double().requires_grad_()
+    w13, w2 = dequantize(layer.w13).double(), dequantize(layer.w2).double()
+    biases = [
+        None if b is None else p.get(n, b.detach().double()) for n, b in (("bias13", m.bias13), ("bias2", m.bias2))
+    ]
+    where = torch.full((len(x),), -1 if m.active is None else m.adapters.index(m.active))
+    where = where if adapter_ids is None else adapter_ids
+    out = torch.zeros_like(x)
+    for e in range(w13.shape[0]):
+        for n, name in [*enumerate(m.adapters), (None, None)]:
+            has = (where == n) if n is not None else ~((where >= 0) & (where < len(m.adapters)))
+            token, slot = torch.nonzero((layer.ids == e) & has[:, None], as_tuple=True)
+
+            def projected(
+                rows: torch.Tensor, w: torch.Tensor, bias: Any, place: str, e: int = e, name: Any = name
+            ) -> Any:
+                y = rows @ w[e].t() if bias is None else rows @ w[e].t() + bias[e]
+                if name is None:
+                    return y
+                return y + rows @ p[f"a{place}.{name}"][e].t() @ p[f"b{place}.{name}"][e].t() * m.scaling
+
+            hidden = exact_activation(projected(x[token], w13, biases[0], "13"), layer.options)
+            y = projected(hidden, w2, biases[1], "2")
+            out = out.index_add(0, token, weights[token, slot][:, None] * y)
+    out.backward(dout.double())
+    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    return found | {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in p.items()}
+
+
+def run(
+    layer: Layer, m: LoraExperts, dout: torch.Tensor, adapter_ids: torch.Tensor | None, again: bool = False
+) -> dict[str, torch.Tensor]:
+    m.zero_grad()
+    x, weights = layer.x.clone().requires_grad_(), layer.weights.clone().requires_grad_()
+    if again:
+        out = checkpoint(m, x, layer.ids, weights, adapter_ids=adapter_ids, use_reentrant=False)
+    else:
+        out = m(x, layer.ids, weights, adapter_ids=adapter_ids)
+    out.backward(dout.to(out))
+    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
+    return found | {
+        n.removeprefix("_orig_mod."): torch.zeros_like(t) if t.grad is None else t.grad for n, t in m.named_parameters()
+    }
+
+
+def dout_of(layer: Layer) -> torch.Tensor:
+    return torch.randn(layer.x.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
+
+
+def check(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float) -> None:
+    assert got.keys() == want.keys()
+    for name, t in want.items():
+        if not bool(t.any()):
+            assert not bool(got[name].any()), name
+        else:
+            assert sqnr(got[name], t) >= least, (name, sqnr(got[name], t))
+    assert worst_row(got["x"], want["x"]) <= 4 * 10 ** (-least / 20), worst_row(got["x"], want["x"])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
+def test_gradients_of_every_format(pair: Any) -> None:
+    layer = draw_layer(pair, bias=True)
+    m, dout = module(layer, train_biases=True), dout_of(layer)
+    check(run(layer, m, dout, None), truth(layer, m, dout, None), least_db(pair))
+
+
+@pytest.mark.parametrize("rank", [1, 7, 16, 24, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ranks(rank: int, dtype: torch.dtype) -> None:
+    layer = draw_layer(BF16_PAIR, tokens=17, seed=rank)
+    m, dout = module(layer, rank=rank, dtype=dtype, rslora=rank == 7), dout_of(layer)
+    check(run(layer, m, dout, None), truth(layer, m, dout, None), LEAST_DB["BF16"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        GPT_OSS,
+        {"gate_up": "interleaved"},
+        {"activation": "geglu"},
+        {"activation": "gelu", "gated": False},
+        {"activation": "relu2", "gated": False},
+        {"activation": "silu", "gated": False},
+    ],
+    ids=str,
+)
+def test_activations(options: dict[str, Any]) -> None:
+    layer = draw_layer(BF16_PAIR, bias=True, **options)
+    m, dout = module(layer, train_biases=True), dout_of(layer)
+    check(run(layer, m, dout, None), truth(layer, m, dout, None), LEAST_DB["BF16"])
+
+
+@pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)
+def test_adapters_by_token(pair: Any) -> None:
+    """Three adapters and none; experts and pairs without a row; checkpointing has the same bits."""
+    layer = draw_layer(pair, tokens=29, experts=7, bias=True)
+    layer.ids[layer.ids == 2] = 3
+    ids = torch.randint(-1, 4, (29,), generator=torch.Generator().manual_seed(1))  # 3 is no adapter
+    m, dout = module(layer, adapters=("one", "two", "three"), rank=5), dout_of(layer)
+    got = run(layer, m, dout, ids)
+    check(got, truth(layer, m, dout, ids), least_db(pair))
+    assert all(torch.equal(t, got[n]) for n, t in run(layer, m, dout, ids, again=True).items())
+    base = layer.run(moe)
+    none = (ids < 0) | (ids >= 3)
+    assert torch.equal(got["out"][none], base[none])
+    assert not torch.equal(got["out"][~none], base[~none])
+    for n, name in enumerate(m.adapters):  # a token's row does not depend on the others' adapters
+        m.active = name
+        alone = m(layer.x, layer.ids, layer.weights)
+        assert torch.equal(alone[ids == n], got["out"][ids == n])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
+@pytest.mark.parametrize("options", [{}, {"shared": True, "bias": True, **GPT_OSS}], ids=["plain", "gpt-oss"])
+def test_without_adapters_bits_of_moe(pair: Any, options: dict[str, Any]) -> None:
+    layer = draw_layer(pair, **options)
+    m = module(layer)
+    m.active = None
+    want, shared = layer.run(moe), layer.options.get("shared")
+    with torch.no_grad():
+        assert torch.equal(m(layer.x, layer.ids, layer.weights, shared), want)
+    x = layer.x.clone().requires_grad_()
+    assert torch.equal(m(x, layer.ids, layer.weights, shared), want)
+    none = torch.full((len(x),), -1)
+    assert torch.equal(m(x, layer.ids, layer.weights, shared, adapter_ids=none), want)
+
+
+@pytest.mark.parametrize("fmt", [MXFP4, NVFP4], ids=lambda f: f.name)
+def test_runs_of_experts_have_the_bits_of_all(fmt: Any) -> None:
+    """The workspace changes no bit, and no tensor of the backward pass is larger than it is said to be."""
+    layer = draw_layer((fmt, None), experts=6, tokens=40)
+    dy = torch.randn(100, layer.w13.logical_shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    offs = torch.tensor([0, 13, 13, 60, 61, 90], dtype=torch.int32)
+    whole = frozen.input_gradient(dy, layer.w13, offs)
+    size = layer.w13.logical_shape[1] * layer.w13.logical_shape[2]
+    for run_of in (1, 2, 4):
+        limit = run_of * size * frozen._BYTES_OF_A_VALUE
+        with mock.patch.object(frozen, "WORKSPACE_BYTES", limit), Largest() as seen:
+            assert torch.equal(frozen.input_gradient(dy, layer.w13, offs)[:90], whole[:90])
+        assert size * run_of < seen.elements * 4 <= limit
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor, in elements of at most four bytes, that any operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor):
+                self.elements = max(self.elements, t.numel() * t.element_size() // 4)
+        return out
+
+
+KINDS = (
+    {**GPT_OSS, "limit": 0.5},
+    {"gate_up": "interleaved", "limit": 0.5},
+    {"activation": "geglu", "limit": 0.5, "up_offset": 1.0},
+    {"activation": "relu2"},
+    {"activation": "gelu"},
+    {"activation": "silu"},
+)
+
+
+def slope_db(options: dict[str, Any], used: Activation) -> float:
+    """The activation's gradient as ``used`` has it, against float64 of the same values."""
+    g = torch.Generator().manual_seed(5)
+    h = torch.randn(50, 192, generator=g).bfloat16()
+    exact = h.double().requires_grad_()
+    out = exact_activation(exact, options)
+    dout = torch.randn(out.shape, generator=g).bfloat16()
+    out.backward(dout.double())
+    return sqnr(tokens.activation_gradient(dout, h, used), exact.grad)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_the_slope_of_activations(options: dict[str, Any]) -> None:
+    """Values beyond the limit included: of the same values, since the gradient jumps there."""
+    used = {"kind" if k == "activation" else k: v for k, v in options.items()}
+    assert slope_db(options, Activation(**used)) >= 45.0
+    for wrong in ({"limit": None}, {"alpha": 1.1}, {"up_offset": 0.5}, {"gate_up": "concatenated"}):
+        if any(used.get(name) not in (None, value) for name, value in wrong.items()):  # a fault that this kind can have
+            assert slope_db(options, Activation(**(used | wrong))) < 36.0, wrong
+
+
+def test_planted_faults_are_seen() -> None:
+    """Ends of groups that are off by a row in the gradient, and tokens with one another's adapters."""
+    layer = draw_layer(BF16_PAIR, bias=True)
+    m, dout = module(layer, adapters=("one", "two")), dout_of(layer)
+    ids = torch.randint(-1, 2, (len(layer.x),), generator=torch.Generator().manual_seed(4))
+    want = truth(layer, m, dout, ids)
+    check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
+    right = frozen.input_gradient
+    off_by_a_row = lambda dy, w, offs: right(dy, w, (offs - 1).clamp(min=0))  # noqa: E731
+    with mock.patch.object(frozen, "input_gradient", off_by_a_row), pytest.raises(AssertionError):
+        check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
+    with pytest.raises(AssertionError):
+        check(run(layer, m, dout, 1 - ids), want, LEAST_DB["BF16"])
+
+
+@pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)
+def test_compiled_whole(pair: Any) -> None:
+    """One graph, forward and backward, with the bits of the eager call."""
+    layer = draw_layer(pair, bias=True)
+    m, dout = module(layer, adapters=("one", "two"), train_biases=True), dout_of(layer)
+    ids = torch.arange(len(layer.x)) % 3 - 1
+    want = run(layer, m, dout, ids)
+    got = run(layer, torch.compile(m, backend="aot_eager", fullgraph=True), dout, ids)
+    assert all(torch.equal(got[name], t) for name, t in want.items())
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    layer = draw_layer(BF16_PAIR)
+    m, plain = module(layer, dropout=0.5), module(layer)
+    arguments = layer.x, layer.ids, layer.weights
+    assert not torch.equal(m(*arguments), plain(*arguments))
+    assert torch.equal(m.eval()(*arguments), plain(*arguments))
+
+
+def test_no_tokens() -> None:
+    layer = draw_layer(BF16_PAIR, tokens=3).only(torch.empty(0, dtype=torch.int64))
+    m = module(layer)
+    x = layer.x.clone().requires_grad_()
+    out = m(x, layer.ids, layer.weights)
+    out.sum().backward()
+    assert out.shape == x.shape == x.grad.shape
+    assert not any(bool(p.grad.any()) for p in m.parameters())
+
+
+def test_refusals() -> None:
+    layer = draw_layer(BF16_PAIR)
+    for options, word in (
+        ({"rank": 0}, "rank"),
+        ({"rank": 257}, "rank"),
+        ({"adapters": ()}, "adapters"),
+        ({"adapters": ("a", "a")}, "adapters"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"dtype": torch.float16}, "dtype"),
+        ({"bias2": torch.randn(5, 3)}, "bias2"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            module(layer, **options)
+    m = module(layer, adapters=tuple(f"a{i}" for i in range(300)), rank=1)
+    with pytest.raises(ValueError, match="1024"):
+        m(layer.x, layer.ids, layer.weights, adapter_ids=torch.zeros(21, dtype=torch.int64))
+    m = module(layer)
+    m.active = "other"
+    with pytest.raises(ValueError, match="active"):
+        m(layer.x, layer.ids, layer.weights)
+    with pytest.raises(ValueError, match="adapter_ids"):
+        m(layer.x, layer.ids, layer.weights, adapter_ids=torch.zeros(20, dtype=torch.int64))
