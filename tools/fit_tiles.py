@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 
 from padless.bench.cases.picks import ALLOWED, GOOD
+from padless.bench.cases.problems.picks import KINDS, PicksPoint, name_of, picked
 from padless.bench.results import Record, of_kind, read_records
 from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost, estimate_ns
 from padless.kernels.sm90_fp8 import config as sm90_fp8
@@ -157,6 +158,20 @@ def line(what: str, ratios: np.ndarray) -> str:
     return f"{what}: {len(ratios)} problems, {shares}, mean {mean:.3f}, worst {worst:.3f}"
 
 
+def over_fastest(record: Record, num_sms: int | None) -> float:
+    """Time of what was picked, over the fastest; of what is picked today where num_sms are given. NaN where that was not
+    measured, and of weight gradients, whose choice depends on more than the record says.
+    """
+    times, point = times_of(record), PicksPoint(**record["point"])
+    if num_sms is None:
+        name = record["picked"]
+    elif KINDS[point.kind].wgrad:
+        return math.nan
+    else:
+        name = name_of(picked(point, 0, num_sms))
+    return times.get(name, math.nan) / min(times.values())
+
+
 def report_costs(records: Sequence[Record], num_sms: int) -> None:
     """The fit, and what it is worth on the problems that it has not seen."""
     built_in = BUILT_IN[KERNEL].costs
@@ -173,13 +188,20 @@ def report_costs(records: Sequence[Record], num_sms: int) -> None:
         print(f"            Tile({', '.join(map(str, names))}): TileCost({', '.join(map(str, values))}),")
 
 
-def report_rules(kind: str, records: Sequence[Record]) -> None:
-    """Prints how much longer each configuration takes than the fastest, by rows a group."""
+def report_rules(kind: str, records: Sequence[Record], num_sms: int) -> None:
+    """Prints what the choice was worth when it was measured, and today's on the same times; and how much longer each
+    configuration takes than the fastest, by rows a group.
+    """
+    then, now = (np.array([over_fastest(r, name) for r in records]) for name in (None, num_sms))
+    print()
+    print(line(f"{kind}, as picked then", then))
+    if not np.isnan(now).any():
+        print(line(f"{kind}, as picked now", now))
     by_rows: dict[int, list[Record]] = {}
     for record in records:
         rows = record["point"]["rows"] / record["point"]["groups"]
         by_rows.setdefault(max(0, round(math.log2(rows))) if rows >= 1 else -1, []).append(record)
-    print(f"\n{kind}: mean of times over the fastest, by rows a group; * is what was picked")
+    print(f"{kind}: mean of times over the fastest, by rows a group; * is what was picked")
     for size, part in sorted(by_rows.items()):
         names = dict.fromkeys(name for record in part for name in times_of(record))
         over = {name: geomean([t[name] / min(t.values()) for t in map(times_of, part) if name in t]) for name in names}
@@ -202,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if kind == KIND:
             report_costs(part, options.num_sms)
         else:
-            report_rules(kind, part)
+            report_rules(kind, part, options.num_sms)
     return 0
 
 
