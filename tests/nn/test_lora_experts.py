@@ -1,4 +1,4 @@
-"""LoraExperts against float64 token by token, against the bits of moe, and its gradients in every state.
+"""LoraExperts against float64, against the bits of moe, and its gradients in every state.
 
 What would convince a sceptic: every gradient against autograd in float64 of dequantized weights, per row for dx; tokens
 without an adapter to the bit; each token's adapter where tokens differ; groups without rows; planted faults are seen.

@@ -1,5 +1,6 @@
-"""Low-rank adapters over frozen experts: `LoraExperts`, and the products that it is made of."""
+"""Low-rank adapters over frozen experts: `LoraExperts`, and its adapters under PEFT's names."""
 
 from padless.nn.lora.experts import LoraExperts
+from padless.nn.lora.peft_names import from_peft, to_peft
 
-__all__ = ["LoraExperts"]
+__all__ = ["LoraExperts", "from_peft", "to_peft"]
