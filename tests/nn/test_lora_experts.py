@@ -6,6 +6,7 @@ without an adapter to the bit; each token's adapter where tokens differ; groups 
 
 from __future__ import annotations
 
+import random
 from typing import Any
 from unittest import mock
 
@@ -257,6 +258,24 @@ def test_planted_faults_are_seen() -> None:
         check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
     with pytest.raises(AssertionError):
         check(run(layer, m, dout, 1 - ids), want, LEAST_DB["BF16"])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems(seed: int) -> None:
+    """Formats, sizes, ranks, gates, biases, adapters and experts without rows as a seed draws them."""
+    rng = random.Random(seed)
+    pair = PAIRS[seed % len(PAIRS)]
+    options = rng.choice([{}, GPT_OSS, {"gate_up": "interleaved"}, {"activation": "gelu", "gated": False}])
+    sizes = {"tokens": rng.randint(1, 150), "experts": rng.randint(1, 9), "top_k": rng.randint(1, 4)}
+    bias = rng.random() < 0.5
+    layer = draw_layer(
+        pair, h=32 * rng.randint(1, 6), i=32 * rng.randint(2, 6), bias=bias, seed=seed, **sizes, **options
+    )
+    names = tuple(f"adapter{n}" for n in range(rng.randint(1, 4)))
+    m = module(layer, rank=rng.choice([1, 3, 8, 17, 64]), adapters=names, train_biases=bias, rslora=rng.random() < 0.5)
+    ids = torch.randint(-1, len(names), (len(layer.x),), generator=torch.Generator().manual_seed(seed))
+    chosen, dout = ids if rng.random() < 0.7 else None, dout_of(layer)
+    check(run(layer, m, dout, chosen), truth(layer, m, dout, chosen), least_db(pair))
 
 
 @pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)
