@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from padless import FP8_BLOCK, MXFP4, NVFP4, dequantize
 from padless.moe import Activation, moe
+from padless.moe.ops import packed
 from padless.nn.lora import LoraExperts, frozen, tokens
 from support.moe_layer_problem import PAIRS, Layer, draw_layer, exact_activation, pair_name
 from support.training_layer import sqnr, worst_row
@@ -199,6 +200,17 @@ def test_runs_of_experts_have_the_bits_of_all(fmt: Any) -> None:
         with mock.patch.object(frozen, "WORKSPACE_BYTES", limit), Largest() as seen:
             assert torch.equal(frozen.input_gradient(dy, layer.w13, offs)[:90], whole[:90])
         assert size * run_of < seen.elements * 4 <= limit
+
+
+@pytest.mark.parametrize("fmt", [FP8_BLOCK, MXFP4, NVFP4], ids=lambda f: f.name)
+def test_the_operator_of_the_input_gradient(fmt: Any) -> None:
+    """Its schema and its fake tensor are those of what it computes."""
+    layer = draw_layer((fmt, None))
+    dy = torch.randn(30, layer.w13.logical_shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    offs = torch.tensor([3, 3, 9, 20, 30], dtype=torch.int32)
+    utils = ("test_schema", "test_faketensor")
+    operator = torch.ops.padless.frozen_input_gradient
+    torch.library.opcheck(operator, (dy, offs, *packed(layer.w13)), test_utils=utils)
 
 
 class Largest(TorchDispatchMode):
