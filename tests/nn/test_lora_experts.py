@@ -1,4 +1,4 @@
-"""LoraExperts against float64 token by token, against the bits of moe, and its gradients in every state.
+"""LoraExperts against float64, against the bits of moe, and its gradients in every state.
 
 What would convince a sceptic: every gradient against autograd in float64 of dequantized weights, per row for dx; tokens
 without an adapter to the bit; each token's adapter where tokens differ; groups without rows; planted faults are seen.
@@ -6,6 +6,7 @@ without an adapter to the bit; each token's adapter where tokens differ; groups 
 
 from __future__ import annotations
 
+import random
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from padless import FP8_BLOCK, MXFP4, NVFP4, dequantize
 from padless.moe import Activation, moe
+from padless.moe.ops import packed
 from padless.nn.lora import LoraExperts, frozen, tokens
 from support.moe_layer_problem import PAIRS, Layer, draw_layer, exact_activation, pair_name
 from support.training_layer import sqnr, worst_row
@@ -200,6 +202,17 @@ def test_runs_of_experts_have_the_bits_of_all(fmt: Any) -> None:
         assert size * run_of < seen.elements * 4 <= limit
 
 
+@pytest.mark.parametrize("fmt", [FP8_BLOCK, MXFP4, NVFP4], ids=lambda f: f.name)
+def test_the_operator_of_the_input_gradient(fmt: Any) -> None:
+    """Its schema and its fake tensor are those of what it computes."""
+    layer = draw_layer((fmt, None))
+    dy = torch.randn(30, layer.w13.logical_shape[1], generator=torch.Generator().manual_seed(2)).bfloat16()
+    offs = torch.tensor([3, 3, 9, 20, 30], dtype=torch.int32)
+    utils = ("test_schema", "test_faketensor")
+    operator = torch.ops.padless.frozen_input_gradient
+    torch.library.opcheck(operator, (dy, offs, *packed(layer.w13)), test_utils=utils)
+
+
 class Largest(TorchDispatchMode):
     """The largest tensor, in elements of at most four bytes, that any operation makes."""
 
@@ -257,6 +270,24 @@ def test_planted_faults_are_seen() -> None:
         check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
     with pytest.raises(AssertionError):
         check(run(layer, m, dout, 1 - ids), want, LEAST_DB["BF16"])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_problems(seed: int) -> None:
+    """Formats, sizes, ranks, gates, biases, adapters and experts without rows as a seed draws them."""
+    rng = random.Random(seed)
+    pair = PAIRS[seed % len(PAIRS)]
+    options = rng.choice([{}, GPT_OSS, {"gate_up": "interleaved"}, {"activation": "gelu", "gated": False}])
+    sizes = {"tokens": rng.randint(1, 150), "experts": rng.randint(1, 9), "top_k": rng.randint(1, 4)}
+    bias = rng.random() < 0.5
+    layer = draw_layer(
+        pair, h=32 * rng.randint(1, 6), i=32 * rng.randint(2, 6), bias=bias, seed=seed, **sizes, **options
+    )
+    names = tuple(f"adapter{n}" for n in range(rng.randint(1, 4)))
+    m = module(layer, rank=rng.choice([1, 3, 8, 17, 64]), adapters=names, train_biases=bias, rslora=rng.random() < 0.5)
+    ids = torch.randint(-1, len(names), (len(layer.x),), generator=torch.Generator().manual_seed(seed))
+    chosen, dout = ids if rng.random() < 0.7 else None, dout_of(layer)
+    check(run(layer, m, dout, chosen), truth(layer, m, dout, chosen), least_db(pair))
 
 
 @pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)

@@ -234,7 +234,7 @@ class LoraExperts(nn.Module):
         return low_rank_product(of_rows, flat_down, flat_up, pairs)
 
     def _format(self) -> BlockScaledFormat | None:
-        """What rows are quantized to; None for bfloat16."""
+        """The format of quantized rows; None for bfloat16."""
         if self.activations is None:
             return ACTIVATIONS[self.w13.format]
         return self.activations if isinstance(self.activations, BlockScaledFormat) else None
