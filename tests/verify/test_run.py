@@ -20,7 +20,7 @@ from padless.testing.judge import row_errors
 from padless.verify import run as verify
 from padless.verify.formats import emulate_formats, fp8_block_problems, random_formats_problem
 from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT
-from padless.verify.run import SANITIZER_TOOLS, run_verify, sanitizers_of
+from padless.verify.run import SANITIZER_TOOLS, jobs_of, run_verify, sanitizers_of
 from support.verify_jobs import pretended_jobs
 
 
@@ -211,3 +211,11 @@ def test_only_what_runs_is_rehearsed(monkeypatch: pytest.MonkeyPatch, pretended_
     monkeypatch.setattr(verify, "_sanitizer", lambda: None)
     assert run_verify(workers=1, console=Console(file=io.StringIO())) == 0
     assert asked == [("sm_90a", [one], [])] * 2
+
+
+def test_any_check_of_the_architecture_can_be_asked_for() -> None:
+    for arch, name in (("sm_90a", "two devices"), ("sm_90a", "layers in one launch"), ("sm_100a", "dense MXFP8")):
+        assert list(jobs_of(arch, [name])[0]) == [name]
+    with pytest.raises(ValueError, match="checks has 'layers in one launch'; allowed are 'accuracy', .*'dense MXFP8'"):
+        jobs_of("sm_100a", ["layers in one launch"])
+    assert jobs_of("sm_90a", [])[0] == {}

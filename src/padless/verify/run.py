@@ -159,19 +159,20 @@ def jobs_of(
 
     Most of `CHECKS` are about Hopper's FP8_BLOCK kernel; those named in ``checks`` are run anywhere.
     """
-    on_hopper = kernels_arch(arch) == "sm_90a"
-    unknown = [name for name in checks or () if name not in CHECKS]
+    kernels = kernels_arch(arch)
+    on_hopper = kernels == "sm_90a"
+    every = CHECKS | (_BLACKWELLS if kernels == "sm_100a" else {}) | _ALL | (_HOPPERS if on_hopper else {})
+    unknown = [name for name in checks or () if name not in every]
     if unknown:
-        raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, CHECKS))}")
-    names = checks if checks is not None else list(CHECKS) if on_hopper else list(QUANTIZER_CHECKS)
-    jobs = {name: CHECKS[name] for name in names}
+        raise ValueError(f"checks has {unknown[0]!r}; allowed are {', '.join(map(repr, every))}")
+    left_out = () if on_hopper else CHECKS.keys() - set(QUANTIZER_CHECKS)
+    names = [name for name in every if name not in left_out] if checks is None else checks
+    jobs = {name: every[name] for name in names}
     if against_emulator:
         if on_hopper:
             jobs |= tensor_core.COMPARISONS
         comparisons = formats.COMPARISONS | epilogue.COMPARISONS
         jobs |= {name: c for name, c in comparisons.items() if on_hopper or name != "emulator agrees"}
-    if checks is None:
-        jobs |= (_BLACKWELLS if kernels_arch(arch) == "sm_100a" else {}) | _ALL | (_HOPPERS if on_hopper else {})
     return jobs, [module for module in SANITIZED if on_hopper or module == "padless.verify.small"]
 
 
