@@ -216,6 +216,6 @@ def test_only_what_runs_is_rehearsed(monkeypatch: pytest.MonkeyPatch, pretended_
 def test_any_check_of_the_architecture_can_be_asked_for() -> None:
     for arch, name in (("sm_90a", "two devices"), ("sm_90a", "layers in one launch"), ("sm_100a", "dense MXFP8")):
         assert list(jobs_of(arch, [name])[0]) == [name]
-    with pytest.raises(ValueError, match="checks has 'layers in one launch'; allowed are 'accuracy', .*'dense MXFP8'"):
+    with pytest.raises(ValueError, match=r"checks has 'layers in one launch'; allowed are 'accuracy', .*'dense MXFP8'"):
         jobs_of("sm_100a", ["layers in one launch"])
     assert jobs_of("sm_90a", [])[0] == {}
