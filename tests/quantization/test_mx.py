@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from padless import layouts
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
@@ -268,9 +270,15 @@ def test_bad_arguments_are_named(message: str) -> None:
         (FP8_BLOCK, 2880, "plain"),
     ],
 )
-def test_weights_have_scales_that_kernels_read_in_place(fmt: BlockScaledFormat, k: int, layout: str) -> None:
+def test_weights_on_a_gpu_have_scales_that_kernels_read_in_place(
+    fmt: BlockScaledFormat, k: int, layout: Literal["plain", "blocked"]
+) -> None:
+    """On a CPU they are plain, as files have them."""
+    with FakeTensorMode():
+        assert quantize(torch.empty(2, 40, k, device="cuda"), fmt, kind="weight").scale_layout == layout
+        assert quantize(torch.empty(40, k, device="cuda"), fmt).scale_layout == "plain", "activations"
     w = torch.randn(2, 40, k)
-    made, plain = quantize(w, fmt, kind="weight"), quantize(w, fmt, kind="weight", scale_layout="plain")
-    assert made.scale_layout == layout
+    plain = quantize(w, fmt, kind="weight")
+    assert plain.scale_layout == "plain"
+    made = quantize(w, fmt, kind="weight", scale_layout=layout)
     assert torch.equal(layouts.plain_scale(made).view(torch.uint8), plain.scale.view(torch.uint8))
-    assert quantize(w[0], fmt).scale_layout == "plain", "activations"

@@ -67,8 +67,8 @@ def quantize(
         zero padding) or "k" (row-major).
     scale_rule: MX formats "rceil" (default) or "floor"; NVFP4 "te" (default) or "torchao".
     scale_layout: "plain", or for one-byte scales "blocked", or for activations "blocked_groups" (with offs);
-        see BlockScaledTensor. None is what kernels read in place: "blocked" for FP4 weights whose rows of plain
-        scales are no multiple of 16 bytes (`padless.layouts.of_weight_scales`), else "plain".
+        see BlockScaledTensor. None is "plain"; on a GPU what kernels read in place, which is "blocked" for FP4 weights
+        whose rows of plain scales are no multiple of 16 bytes (`padless.layouts.of_weight_scales`).
     global_scale: NVFP4's decode scale where it is known; one number, or one per group (float32). None
         computes amax / 2688 of x, of each weight of a (G, N, K) x, or of each group of rows where offs is
         given.
@@ -84,7 +84,8 @@ def quantize(
     check_readable(x=x, global_scale=global_scale, offs=offs, rows=rows)
     _check_x(x, format, kind)
     if scale_layout is None:
-        scale_layout = layouts.of_weight_scales(format, x.shape[-1]) if kind == "weight" else "plain"
+        is_read = kind == "weight" and x.is_cuda  # on a CPU scales are files' and references', which take them plain
+        scale_layout = layouts.of_weight_scales(format, x.shape[-1]) if is_read else "plain"
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
     rule = _check_scale_rule(format, scale_rule)
     if offs is not None and offs.device != x.device:
