@@ -40,9 +40,14 @@ def test_there_are_committed_records_of_the_usual_kinds() -> None:
 AXES = {
     "ep": ("model", "ranks", "tokens"),
     "layer": ("model", "tokens"),
+    "decoding": ("model", "tokens"),
     "train": ("model", "tokens", "top_k", "experts"),
     "wgrad": ("sizes", "M", "groups", "N", "K"),
 }
+
+# What went wrong in a record, by the number of it: one call of a tile that nothing picks there gave other bits
+# (docs/kernels/sm90_bf16/index.md).
+FAILURES = {"2026-11-23-h200-picks.jsonl": 1}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -51,14 +56,14 @@ def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
     points = [line for line in read_records(path) if line["kind"] != "session"]
     assert result.records == points
     assert result.figure is None
-    assert result.failures == []
+    assert len(result.failures) == FAILURES.get(path.name, 0), result.failures
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     assert "…" not in text, "a number that is cut says nothing"
     kind = points[0]["kind"]
     if kind in ("paper", "decode", "dense"):
         assert "L2 flushed before every call: " in text
-    if kind != "paper":  # every point has its line, with the time of a contender that it holds
+    if kind not in ("paper", "picks"):  # every point has its line, with the time of a contender that it holds
         for point in points:
             shown_axes = AXES.get(kind, point["point"])
             axes = [str(point["point"][axis]) for axis in shown_axes]

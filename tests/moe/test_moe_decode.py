@@ -156,6 +156,7 @@ def no_scratch() -> Any:
         mock.patch.object(host, "_CHUNKS", {}),
         mock.patch.object(host, "_USED", {}),
         mock.patch.object(host, "_SCRATCH", {}),
+        mock.patch.object(host, "_FULL", set()),
     ):
         yield
 

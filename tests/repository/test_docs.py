@@ -105,7 +105,7 @@ def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
     run("git init -q -b main && git add -A && git commit -qm start")
     for version in ("main", "v0.1.0", "main"):
         recipe = subprocess.run(
-            ["make", "-n", "-o", ".venv/.installed-dev", "site", f"VERSION={version}"],
+            ["make", "--no-print-directory", "-n", "-o", ".venv/.installed-dev", "site", f"VERSION={version}"],
             cwd=ROOT, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         run(recipe.replace(f"{ROOT}/.venv/bin", str(MIKE.parent)))

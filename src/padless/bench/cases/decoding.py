@@ -247,7 +247,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=15),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
         table.time("floor"),
-        *(table.time(name, HEADINGS.get(name), width=9) for name in names),
+        *(table.time(name, HEADINGS.get(name), width=8) for name in names),
         table.Column("over floor", over_floor, 1, width=6),
         *(
             table.ratio(f"{SHORT.get(name, name)} / {SHORT.get(own, own)}", name, own, digits=2, width=8)

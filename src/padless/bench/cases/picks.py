@@ -164,7 +164,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
 
     named = [
         table.Column("kernel", text=of(lambda r: r["point"]["kind"]), left=True, width=12),
-        table.Column("model", text=of(lambda r: r["point"]["model"]), left=True, width=10),
+        table.Column("model", text=of(lambda r: r["point"]["model"]), left=True, width=15),
         *table.axes("tokens", "routing", "n", "k"),
         table.Column("picked", text=of(lambda r: short(r["picked"])), width=12),
         table.Column("fastest", text=of(lambda r: short(best_of(r))), width=12),
