@@ -100,4 +100,4 @@ def is_cancelled(w: Warp, v: Any, m: Any, high: Array, instruction: Any, d: Arra
         w.cta.cluster.cancel_failed |= bool(missing[int(np.argmax(lanes))])
     elif missing.any():
         site = Site(w, instruction, int(np.argmax(missing)))
-        site.report("launch-control", "takes the CTA of a response that names none")
+        site.report("launch-control-refused", "takes the CTA of a response that names none")

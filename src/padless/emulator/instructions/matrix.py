@@ -22,6 +22,7 @@ from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import whole_warp
 from padless.emulator.state.work import Work
+from padless.emulator.units.matrix_descriptor import kind_of
 from padless.emulator.units.number_formats import Array
 from padless.emulator.units.wgmma import TYPES, Wgmma
 
@@ -206,7 +207,7 @@ def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_rows: Arra
     site = Site(op.warps[0], op.instruction)
     cta = site.warp.cta
     for problem in unit.problems():
-        site.report("descriptor", problem)
+        site.report(kind_of(problem), problem)
     cells, end = cells_read(unit, cta.granule_shift)
     if end > cta.shared.size:
         site.fault("a wgmma descriptor reaches past the CTA's shared memory")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.instructions.operands import SharedOperand
-from padless.emulator.order.race import BASE
+from padless.emulator.order.race import BASE, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.state.memory_access import MemoryAccess
 from padless.emulator.state.shared_access import check_access
@@ -77,7 +77,8 @@ def deallocate(e: Emitter) -> None:
             return None
         if memory.shadow is not None:
             freed = cells((0, LANES, start, start + count))
-            memory.shadow.bulk(freed, site.clock(), 0, site, write=True, generic_plane=BASE)
+            stamp = int(pack(site.row, w.clocks.now[site.row], 0))
+            memory.shadow.bulk(freed, site.clock(), stamp, site, write=True, generic_plane=BASE)
         del memory.allocated[start]
         w.launch.progress += 1
         return None

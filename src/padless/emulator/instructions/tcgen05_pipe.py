@@ -20,9 +20,10 @@ from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.shared_access import cells_read
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-from padless.emulator.state.tensor_memory import cells, tensor_memory
+from padless.emulator.state.tensor_memory import COLUMNS, cells, tensor_memory
 from padless.emulator.state.warp import Cta
 from padless.emulator.state.work import Work
+from padless.emulator.units.matrix_descriptor import kind_of
 from padless.emulator.units.tcgen05 import Mma
 from padless.emulator.units.tensor_memory import Copy
 
@@ -46,7 +47,7 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
     pipe.last = site.instruction
     pipe.issuers[site.row] = pipe.sequence
     for problem in unit.problems():
-        site.report("descriptor", problem)
+        site.report(kind_of(problem), problem)
     reads, writes = [r for part in unit.tmem_reads().values() for r in part], unit.tmem_writes()
     for target in ctas:
         if target.exited:
@@ -55,7 +56,8 @@ def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
             if not tensor_memory(target).owns(first, end):
                 missing = f"columns {first} to {end - 1} are not allocated in CTA {target.index}"
                 site.report("tensor-memory", missing)
-                return
+                if end > COLUMNS:
+                    return
         _, end = cells_read(unit, target.granule_shift)
         if end > target.shared.size:
             site.fault(f"a descriptor reaches byte {end} of {target.shared.size} of shared memory")

@@ -13,6 +13,10 @@ def tolerance(kind: str, instruction: Instruction | None, other: Instruction | N
         if "init" in instruction.modifiers:
             return "memory that holds an mbarrier is made another by mbarrier.inval alone (PTX ISA, mbarrier.inval)"
         return "mbarrier.init is ordered before the async proxy by a fence alone (PTX ISA, async proxy)"
+    if kind == "descriptor-start":
+        return "an operand that begins off its swizzle's repeating pattern needs the base offset (PTX ISA, descriptors)"
+    if kind == "launch-control-refused":
+        return "get_first_ctaid of a request that failed is undefined (PTX ISA, clusterlaunchcontrol.query_cancel)"
     loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
     if kind == "missing-tcgen05-fence":
         return (

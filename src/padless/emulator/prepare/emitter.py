@@ -100,8 +100,14 @@ class Preparation:
     def symbol(self, name: str, offset: int, view: str) -> int:
         key = cls, _, _ = CLASS_OF_SIZE[VIEW_SIZE[view]], name, offset
         if key not in self.symbol_rows:
+            self._check_symbol(name)
             self.symbol_rows[key] = self._new_row(cls)
         return self.slot(cls, self.symbol_rows[key], view)
+
+    def _check_symbol(self, name: str) -> None:
+        own = (v.name for v in (*self.function.parameters, *self.function.variables))
+        if name not in self.module.variables and name not in self.module.functions and name not in own:
+            raise EmulatorError(f"unknown symbol {name}")
 
     def _new_row(self, cls: str, count: int = 1) -> int:
         self.rows[cls] += count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 
+from padless.emulator.errors import PtxSyntaxError
 from padless.emulator.ptx.ast import Call, Function, Instruction, Label, Module, Operand, Register, SourceLine, Variable
 from padless.emulator.ptx.operand_parser import OperandParser
 from padless.emulator.ptx.tokens import number
@@ -21,7 +22,14 @@ def parse(text: str | bytes, name: str = "<ptx>") -> Module:
     """Parse one PTX module. `name` is used in messages. Raises PtxSyntaxError with the line."""
     if isinstance(text, bytes):
         text = text.rstrip(b"\0").decode()
-    return _Parser(text, name).module()
+    parser = _Parser(text, name)
+    try:
+        return parser.module()
+    except PtxSyntaxError:
+        raise
+    except (ValueError, LookupError) as error:  # a word where the grammar has a number, text that ends too early
+        parser.at = min(parser.at, len(parser.tokens) - 1)
+        parser.fail(f"this is not PTX ({error})")
 
 
 class _Parser(OperandParser):

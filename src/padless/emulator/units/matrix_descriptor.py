@@ -30,6 +30,7 @@ from padless.emulator.units.swizzle import PERIOD, SPAN, swizzle
 
 _WGMMA_LAYOUTS = ("none", "128B", "64B", "32B")
 _TCGEN05_LAYOUTS = {0: "none", 1: "128B_32B", 2: "128B", 4: "64B", 6: "32B"}
+MISPLACED = "is not in the first row of"
 _WGMMA_FIELDS = 0xC00E_3FFF_3FFF_3FFF  # bits that mean something
 _TCGEN05_FIELDS = 0xE01F_FFFF_3FFF_3FFF
 
@@ -50,6 +51,11 @@ class MatrixDescriptor:
     stride: int
     swizzle: str
     problems: tuple[str, ...]
+
+
+def kind_of(problem: str) -> str:
+    """The kind of report that one of a unit's ``problems`` makes."""
+    return "descriptor-start" if MISPLACED in problem else "descriptor"
 
 
 @lru_cache(maxsize=8192)
@@ -88,10 +94,7 @@ def _common_problems(bits: int, fields: int) -> list[str]:
 def _decode(bits: int, mode: str, problems: list[str]) -> MatrixDescriptor:
     start = (bits & 0x3FFF) << 4
     if start % PERIOD[mode] >= SPAN[mode]:
-        problems.append(
-            f"start {start:#x} is not in the first row of a {PERIOD[mode]}-byte pattern of swizzle {mode} "
-            "(base offset 0)"
-        )
+        problems.append(f"start {start:#x} {MISPLACED} a {PERIOD[mode]}-byte pattern of swizzle {mode} (base offset 0)")
     return MatrixDescriptor(
         start,
         (bits >> 16 & 0x3FFF) << 4,
