@@ -19,7 +19,7 @@ LESSON = Lesson(
         "no-wait": "race",
         "no-pin": "missing-wgmma-fence",
         "no-fence": "missing-wgmma-fence",
-        "long-step": "descriptor",
+        "long-step": "descriptor-start",
         "no-commit": "register-in-flight",
         "no-group-wait": "register-in-flight",
     },

@@ -367,3 +367,87 @@ def test_what_cannot_be_run_is_refused(arguments: list[str], sentence: str, monk
     result = CliRunner().invoke(app, [__file__ if word == "SELF" else word for word in arguments])
     assert isinstance(result.exception, LaunchError)
     assert sentence in str(result.exception)
+
+
+TUNED = """
+import torch, triton, triton.language as tl
+from cuda.bindings import driver
+
+@triton.autotune([triton.Config({"B": b}, num_warps=w) for b, w in ((64, 2), (1024, 4), (256, 4))], key=["n"])
+@triton.jit
+def add_one(x, out, n, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + i, tl.load(x + i, mask=i < n) + 1, mask=i < n)
+
+x = torch.randn(5000, device="cuda")
+out = torch.full_like(x, float("nan"))
+call = lambda: add_one[lambda meta: (triton.cdiv(5000, meta["B"]),)](x, out, 5000)
+call()
+assert torch.equal(out, x + 1)
+start, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+out.fill_(float("nan"))
+start.record(), call(), end.record(), call(), call(), last.record()
+assert torch.equal(out, x + 1)
+once, twice = start.elapsed_time(end), end.elapsed_time(last)
+out.fill_(7)
+low, mid, high = triton.testing.do_bench(call, quantiles=[0.2, 0.5, 0.8])
+assert low == mid == high and abs(mid / once - 1) < 1e-6 and bool((out == 7).all())  # timed, and not run
+assert abs(twice / (2 * once) - 1) < 1e-6 and 1e-3 < once < 1e-1, (once, twice)
+assert end.elapsed_time(end) == 0.0005  # as fine as events are
+print(sorted(c.kwargs["B"] for c in add_one.configs_timings), add_one.best_config.kwargs["B"])
+
+@triton.testing.perf_report(triton.testing.Benchmark(["n"], [1, 2, 3], "p", ["a", "b"], ["a", "b"], "plot", {}))
+def sweep(n, p):
+    raise AssertionError
+
+sweep.run(print_data=True)
+assert int(driver.cuGraphCreate(0)[0]) == 801
+"""
+
+
+@pytest.mark.slow
+def test_events_have_the_clocks_time_and_every_configuration_is_timed_once(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found = {emulate(TUNED, tmp_path, options=("--seed", seed)).stdout for seed in ("0", "3")}
+    assert len(found) == 1  # no noise
+    (stdout,) = found
+    assert re.fullmatch(r"\[64, 256, 1024\] (64|256|1024)\n", stdout)
+    done = emulate(TUNED, tmp_path, options=("--sms", "2"))
+    assert done.stdout == stdout, done.stderr
+    assert done.stderr.count("launch ") >= 4
+    lines = done.stderr.splitlines()
+    assert "left out: sweep, a sweep of 6 measurements of speed" in lines
+    assert "refused: graphs and captured streams are not emulated: kernels run when they are launched; " \
+        "launch them directly" in lines  # fmt: skip
+    assert "4 benchmarks, each timed once by the clock, not run" in lines
+    assert lines[-1].startswith("4 launches, 0 errors, 1 refusals, the program's exit code 0")
+
+
+MANY = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def past(x, out, n: tl.constexpr):
+    for k in tl.static_range(n):
+        tl.store(out + k, tl.load(x + 1000 + k))
+
+x = torch.randn(8, device="cuda")
+for n in (6, 6, 2):
+    past[(1,)](x, x, n)
+"""
+
+
+@pytest.mark.slow
+def test_reports_are_counted_by_kind_with_the_option_that_leaves_them_out(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    done = emulate(MANY, tmp_path)
+    lines = done.stderr.splitlines()
+    assert sum(line.startswith("out-of-bounds: ") and "program.py" in line for line in lines) == 3
+    (count,) = [line for line in lines if line.endswith("--ignore out-of-bounds leaves them out")]
+    found = re.match(r"out-of-bounds: (\d+) in past \(an access outside every allocation\); ", count)
+    assert found
+    assert int(found[1]) >= 10
+    assert re.search(rf"3 launches, {found[1]} errors", lines[-1])
+    whole = emulate(MANY, tmp_path, options=("--reports", "100")).stderr
+    assert len(re.findall(r"^out-of-bounds: .*program.py", whole, re.MULTILINE)) > 5
+    assert emulate(MANY, tmp_path, options=("--ignore", "out-of-bounds")).returncode == 0

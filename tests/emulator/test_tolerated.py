@@ -1,4 +1,4 @@
-"""What kernels do against the ISA and chips let pass: the values are a chip's, the finding is said, its kind tells.
+"""Findings against the ISA that chips let pass: the values are a chip's, the finding is said, its kind tells.
 
 A sceptic would ask whether the results are still compared (against the bytes of the input and float64 products), whether
 the same kernel without the fault is silent, and whether a fault of the same family that chips do punish stays an error.

@@ -248,5 +248,7 @@ def test_a_wheel_carries_the_kernels_and_the_command(wheel):
     assert {"padless/py.typed", "padless/cli/batch_invariance.md"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "tools"))]
     info = f"padless-{padless.__version__}.dist-info"
-    assert "padless = padless.__main__:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    entries = wheel.read(f"{info}/entry_points.txt").decode()
+    assert "ptx-emulate = padless.emulator.__main__:main" in entries
+    assert "padless = padless.__main__:main" in entries
     assert "MIT" in wheel.read(f"{info}/licenses/LICENSE").decode()

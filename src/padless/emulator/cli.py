@@ -10,12 +10,14 @@ import numpy as np
 import typer
 import typer.core
 
+from padless.emulator.annotation import annotation
 from padless.emulator.emulator import ARITHMETICS, MOST_MEMORY, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
 from padless.emulator.launch_file import buffer_bytes, make_argument, make_buffer, part_of, read_description
 from padless.emulator.mutation import Survey, table
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.timing import CHIPS, Chip, chip_of, timed
+from padless.emulator.timing.kernel import kernel_time
 from padless.emulator.timing.picture import draw
 from padless.emulator.timing.report import lines_of
 from padless.emulator.timing.trace import write_trace
@@ -24,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help=(
-        "Run a kernel's PTX on the CPU and look for races. The launch description is JSON or TOML: grid, block, "
+        "Run a kernel's PTX on the CPU and look for races. The launch description is JSON or TOML: ptx, grid, block, "
         "cluster, shared_bytes, programmatic, buffers (name -> dtype, shape, fill, save) and args (numbers, buffer "
         "names, {f32 = 1.5}, {tensor_map = {...}}, {hex = '...'}); docs/emulator.md has an example."
     ),
@@ -67,6 +69,9 @@ def emulate(
             help="Run so many mutants, kernels with one synchronisation deleted or weakened, drawn with --seed; 0: all.",
         ),
     ] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Print reports as GitHub's annotations of the lines of source, too.")
+    ] = False,
     time: Annotated[
         bool, typer.Option("--time", help="Print cycles by role and phase; computes no products, checks nothing.")
     ] = False,
@@ -75,6 +80,9 @@ def emulate(
         typer.Option("--chip", help=f"With --time or --program: {', '.join(CHIPS)}; default by the PTX, H200."),
     ] = None,
     sms: Annotated[int, typer.Option("--sms", min=1, help="With --program: multiprocessors that the device has.")] = 4,
+    reports: Annotated[
+        int, typer.Option("--reports", min=0, help="With --program: how many of a kind are printed in full.")
+    ] = 3,
     program: Annotated[
         Path | None,
         typer.Option(
@@ -94,10 +102,12 @@ def emulate(
     if program is not None:
         from padless.emulator.program.run import run_program
 
-        raise typer.Exit(run_program(program, context.obj, chip=chip or "H200", num_sms=sms, seed=seed, **options))
-    if kernel is None or launch is None:
+        options |= {"chip": chip or "H200", "num_sms": sms, "seed": seed, "reports": reports, "github": github}
+        raise typer.Exit(run_program(program, context.obj, **options))
+    if launch is None:
         raise LaunchError("a PTX file and --launch FILE are needed, or --program FILE")
     description = read_description(launch)
+    kernel = kernel or ptx_of(description, launch)
     try:
         text = kernel.read_text()
     except OSError as error:
@@ -111,10 +121,13 @@ def emulate(
         raise LaunchError(f"--entry is needed, {kernel} has {', '.join(entries) or 'no entry'}")
     if time:
         emulator.machine = timed(named_chip(chip, emulator.module.target))
+        on_chip = named_chip(chip, emulator.module.target)
+        device, arguments, options, _ = arranged(emulator, description, launch.parent)
+        whole = kernel_time(device, name, arguments=arguments, chip=on_chip, **options)
         result = launch_once(emulator, name, description, seed, launch.parent)
         for report in result.reports:
             typer.echo(str(report))
-        typer.echo("\n".join(lines_of(result.timeline)))
+        typer.echo("\n".join([*lines_of(result.timeline), str(whole)]))
         if time_trace is not None:
             write_trace(result.timeline, time_trace)
         if time_picture is not None:
@@ -125,9 +138,17 @@ def emulate(
         raise typer.Exit(1 if survivors else 0)
     found = 0
     for each in range(seed, seed + seeds):
-        found += run_once(emulator, name, description, each, launch.parent)
+        found += run_once(emulator, name, description, each, launch.parent, github)
     if found:
         raise typer.Exit(1)
+
+
+def ptx_of(description: dict[str, Any], launch: Path) -> Path:
+    """The PTX file that a launch description names, next to it. LaunchError where it names none."""
+    name = description.get("ptx")
+    if not isinstance(name, str):
+        raise LaunchError(f'a PTX file is needed, before --launch or as ptx = "kernel.ptx" in {launch}')
+    return launch.parent / name
 
 
 def run_mutants(
@@ -162,11 +183,15 @@ def named_chip(name: str | None, target: str) -> Chip:
     return CHIPS[name]
 
 
-def run_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> int:
+def run_once(
+    emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path, github: bool = False
+) -> int:
     """One launch on fresh buffers, and what it found; returns the number of reports that are not tolerated."""
     result = launch_once(emulator, entry, description, seed, folder)
     for report in result.reports:
         typer.echo(str(report))
+        if github:
+            typer.echo(annotation(report, emulator.module.name))
     s = result.statistics
     typer.echo(
         f"seed {seed}: {len(result.reports)} reports, {s.ctas} CTAs, {s.warp_instructions} warp-instructions "
@@ -191,6 +216,15 @@ def launch_on_buffers(
     emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path
 ) -> tuple[LaunchResult, dict[str, Any]]:
     """One launch, and its buffers as it left them."""
+    device, arguments, options, arrays = arranged(emulator, description, folder)
+    result = device.launch(entry, args=arguments, seed=seed, **options)
+    return result, arrays
+
+
+def arranged(
+    emulator: Emulator, description: dict[str, Any], folder: Path
+) -> tuple[Emulator, list[Any], dict[str, Any], dict[str, Any]]:
+    """The device with fresh buffers as described, arguments, grid, block and the like, and the buffers."""
     device = emulator.with_memory(DeviceMemory())
     buffers = part_of(description, "buffers", dict)
     sizes = [buffer_bytes(name, spec) for name, spec in buffers.items()]
@@ -201,27 +235,16 @@ def launch_on_buffers(
     if not isinstance(programmatic, bool):
         raise LaunchError(f"programmatic is {programmatic!r}, allowed are true and false")
     arguments = [make_argument(a, addresses, arrays) for a in part_of(description, "args", list)]
-    result = device.launch(
-        entry,
-        description.get("grid", 1),
-        description.get("block", 128),
-        arguments,
-        cluster=description.get("cluster", 1),
-        shared_bytes=description.get("shared_bytes", 0),
-        seed=seed,
-        programmatic=programmatic,
-    )
-    return result, arrays
+    options = {"grid": description.get("grid", 1), "block": description.get("block", 128),
+               "cluster": description.get("cluster", 1), "shared_bytes": description.get("shared_bytes", 0),
+               "programmatic": programmatic}  # fmt: skip
+    return device, arguments, options, arrays
 
 
-def main() -> None:
-    """Entry point of `python -m padless.emulator.cli`."""
+def main(name: str) -> None:
+    """The command under this name. What cannot be done is one sentence and exit code 2."""
     try:
-        app()
+        app(prog_name=name)
     except EmulatorError as error:
-        typer.echo(f"padless emulate: {error}", err=True)
+        typer.echo(f"{name}: {error}", err=True)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

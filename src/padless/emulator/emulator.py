@@ -18,7 +18,7 @@ from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
 from padless.emulator.run.machine import Machine
-from padless.emulator.state.launch import Statistics, bytes_needed
+from padless.emulator.state.launch import Statistics, as_three, bytes_needed
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 
@@ -157,7 +157,7 @@ class Emulator:
         dimensions do not fit the entry. What goes wrong in the kernel is in the reports, faults and deadlocks included.
         """
         program = self.program(entry)
-        grid, block, cluster = _three(grid, "grid"), _three(block, "block"), _three(cluster, "cluster")
+        grid, block, cluster = as_three(grid, "grid"), as_three(block, "block"), as_three(cluster, "cluster")
         if cluster == (1, 1, 1) and program.function.cluster is not None:
             cluster = program.function.cluster
         threads, ctas, limit = math.prod(block), math.prod(cluster), program.function.max_threads
@@ -182,17 +182,6 @@ class Emulator:
         )  # fmt: skip
         machine.run()
         return LaunchResult(tuple(machine.collector.reports), machine.statistics, getattr(machine, "timeline", None))
-
-
-def _three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
-    try:
-        values = [value] if isinstance(value, int) else [int(x) for x in value]
-    except (TypeError, ValueError):
-        values = []
-    values = values and values + [1] * (3 - len(values))
-    if len(values) != 3 or any(x < 1 for x in values):
-        raise LaunchError(f"{name} is {value!r}, it must be one to three positive integers")
-    return values[0], values[1], values[2]
 
 
 def pack_parameters(program: Program, args: Sequence[Any]) -> bytes:

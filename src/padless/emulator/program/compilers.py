@@ -10,7 +10,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from padless.emulator.program.device_time import DeviceTime
 
 Remember = Callable[[bytes, str], None]
 
@@ -90,6 +93,27 @@ def remember_compiled(remember: Remember) -> Callable[[ModuleType], None]:
 def leave_ptx(compiler: ModuleType) -> None:
     """A change of Triton's compiler: the binary that it keeps is the PTX."""
     compiler.CUDABackend.make_cubin = lambda self, ptx, metadata, *rest: ptx.encode()  # type: ignore[attr-defined]
+
+
+def one_run_a_benchmark(device: DeviceTime, say: Callable[[str], None]) -> Callable[[ModuleType], None]:
+    """A change of triton.testing: a benchmark is one call on the device's time; sweeps are left out."""
+
+    def change(testing: ModuleType) -> None:
+        def do_bench(
+            fn: Callable[[], Any], *_: Any, quantiles: Any = None, return_mode: str = "mean", **__: Any
+        ) -> Any:
+            found = [device.bench(fn)]
+            return testing._summarize_statistics(found, quantiles, return_mode)
+
+        def run(mark: Any, *_: Any, **__: Any) -> None:
+            marks = mark.benchmarks if isinstance(mark.benchmarks, list | tuple) else [mark.benchmarks]
+            points = sum(len(m.x_vals) * len(m.line_vals) for m in marks)
+            say(f"left out: {getattr(mark.fn, '__name__', 'a benchmark')}, a sweep of {points} measurements of speed")
+
+        vars(testing).update(do_bench=do_bench, do_bench_cudagraph=do_bench)
+        testing.Mark.run = run
+
+    return change
 
 
 def private_folders(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from padless.emulator.program.autocast import cast
 from padless.emulator.program.device import Chip
+from padless.emulator.program.device_time import DeviceTime
 
 MARK = "_padless_on_gpu"
 
@@ -27,11 +28,12 @@ def is_gpu(device: Any) -> bool:
 Refuse = Callable[[str], None]
 
 
-def pretend(chip: Chip, refuse: Refuse) -> Callable[[ModuleType], None]:
+def pretend(chip: Chip, refuse: Refuse, device: DeviceTime) -> Callable[[ModuleType], None]:
     """A change of torch: it sees `chip`. refuse: is given a sentence about what is not there."""
 
     def change(torch: ModuleType) -> None:
         cuda = torch.cuda
+        Event.device = device
         absent = partial(fail, refuse, GRAPHS)
         answers: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "init": lambda: None,
@@ -113,15 +115,15 @@ class Stream:
 
 
 class Event:
-    """An event, with the time of the host."""
+    """An event on the device's time."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.at = 0.0
+    device: DeviceTime  # of the program
+
+    def __init__(self, enable_timing: bool = False, *_: Any, **__: Any) -> None:
+        self.at, self.timing = 0.0, enable_timing
 
     def record(self, stream: Any = None) -> None:
-        import time
-
-        self.at = time.perf_counter()
+        self.at = self.device.record() if self.timing else self.device.ns / 1e6
 
     def synchronize(self) -> None: ...
 
@@ -131,7 +133,7 @@ class Event:
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        return 1e3 * (end.at - self.at)
+        return self.device.between(self.at, end.at)
 
 
 def mode_of(torch: ModuleType, refuse: Refuse) -> Any:

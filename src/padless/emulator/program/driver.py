@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from padless.emulator.errors import EmulatorError
 from padless.emulator.program.device import COMMON, Chip, Memory
+from padless.emulator.program.device_time import DeviceTime
 from padless.emulator.program.modules import Function, Loaded, Loader
 from padless.emulator.units import tensor_map
 
@@ -25,9 +25,18 @@ NO_BINARY = 209
 DRIVER_VERSION = 13000
 SHARED_WITHOUT_ASKING = 48 << 10
 CUDART_TABLE = bytes.fromhex("6bd5fb6c5bf4e74a8987d93912fd9df9")  # the first that libcudart asks for
+EVENT_WITHOUT_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 CONTEXT = 0x10  # the handle of the one context
 CLUSTER_DIMENSION, PROGRAMMATIC_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 SHARED_SIZE, MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
+
+
+# What begins or uses a graph, with the letters of its arguments.
+GRAPH_FUNCTIONS = {
+    "cuGraphCreate": "pu", "cuGraphInstantiate": "ppz", "cuGraphInstantiateWithFlags": "ppz", "cuGraphLaunch": "pp",
+    "cuGraphDestroy": "p", "cuGraphExecDestroy": "p", "cuGraphAddKernelNode": "pppzp", "cuGraphAddNode": "ppppzp",
+    "cuStreamBeginCapture": "pi", "cuStreamEndCapture": "pp", "cuStreamBeginCaptureToGraph": "ppppzi",
+}  # fmt: skip
 
 
 class _Attribute(ctypes.Structure):
@@ -56,17 +65,20 @@ class Driver:
 
     launch: runs a kernel: a function, grid, block, cluster, bytes of shared memory, values of the parameters, and
     whether the launch is programmatic. loader: what makes a module of an image. say: is given sentences for the one who
-    runs the program.
+    runs the program. time: the device's.
     """
 
     def __init__(
-        self, chip: Chip, memory: Memory, loader: Loader, launch: Callable[..., int], say: Callable[[str], None]
-    ) -> None:
+        self, chip: Chip, memory: Memory, loader: Loader, launch: Callable[..., int], say: Callable[[str], None],
+        time: DeviceTime,
+    ) -> None:  # fmt: skip
         self.chip, self.memory, self.loader, self.launch, self.say = chip, memory, loader, launch, say
+        self.time = time
         self.handles = itertools.count(0x1000, 0x10)
         self.modules: dict[int, Loaded] = {}
         self.functions: dict[int, Function] = {}
-        self.events: dict[int, float] = {}
+        self.events: dict[int, float] = {}  # milliseconds
+        self.untimed: set[int] = set()  # events without a time
         self.current: int = 0
         self.texts = {code: ctypes.create_string_buffer(name.encode()) for code, name in NAMES.items()}
         self.address_of: Callable[[str], int | None] = lambda name: None
@@ -127,12 +139,13 @@ class Driver:
             "cuStreamDestroy": ("p", yes), "cuStreamSynchronize": ("p", yes), "cuStreamQuery": ("p", yes),
             "cuStreamWaitEvent": ("ppu", yes), "cuStreamIsCapturing": ("pp", lambda s, p: put_int(p, 0)),
             "cuStreamGetCtx": ("pp", lambda s, p: put(p, CONTEXT)),
-            "cuEventCreate": ("pu", self._handle), "cuEventDestroy": ("p", yes), "cuEventQuery": ("p", yes),
+            "cuEventCreate": ("pu", self._event), "cuEventDestroy": ("p", yes), "cuEventQuery": ("p", yes),
             "cuEventRecord": ("pp", self._record), "cuEventRecordWithFlags": ("ppu", self._record),
             "cuEventSynchronize": ("p", yes), "cuEventElapsedTime": ("ppp", self._elapsed),
             "cuLaunchKernel": ("puuuuuuuppp", self._launch_kernel), "cuLaunchKernelEx": ("pppp", self._launch_ex),
             "cuLaunchCooperativeKernel": ("puuuuuuupp", self._launch_kernel),
             "cuTensorMapEncodeTiled": ("piupppppiiii", self._encode),
+            **{name: (letters, self._graph) for name, letters in GRAPH_FUNCTIONS.items()},
             "cuTensorMapReplaceAddress": ("pd", lambda p, d: NOT_SUPPORTED),
         }  # fmt: skip
 
@@ -149,6 +162,12 @@ class Driver:
 
     def _nothing(self, *_: Any) -> int:
         return OK
+
+    def _graph(self, *_: Any) -> int:
+        self.say(
+            "graphs and captured streams are not emulated: kernels run when they are launched; launch them directly"
+        )
+        return NOT_SUPPORTED
 
     def _capability(self, major: int, minor: int, device: int) -> int:
         return put_int(major, self.chip.capability[0]) or put_int(minor, self.chip.capability[1])
@@ -281,15 +300,21 @@ class Driver:
             return NOT_SUPPORTED
         return OK
 
-    # ---- events: the time of the host
+    # ---- events: the device's time
+    def _event(self, place: int, flags: int) -> int:
+        put(place, handle := next(self.handles))
+        if flags & EVENT_WITHOUT_TIMING:
+            self.untimed.add(handle)
+        return OK
+
     def _record(self, event: int, *_: Any) -> int:
-        self.events[event] = time.perf_counter()
+        self.events[event] = self.time.ns / 1e6 if event in self.untimed else self.time.record()
         return OK
 
     def _elapsed(self, place: int, start: int, end: int) -> int:
-        if start not in self.events or end not in self.events:
+        if start not in self.events or end not in self.events or {start, end} & self.untimed:
             return 400  # CUDA_ERROR_INVALID_HANDLE
-        ctypes.c_float.from_address(place).value = 1e3 * (self.events[end] - self.events[start])
+        ctypes.c_float.from_address(place).value = self.time.between(self.events[start], self.events[end])
         return OK
 
     # ---- launches

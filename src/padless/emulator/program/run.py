@@ -6,20 +6,33 @@ import runpy
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from padless.emulator.annotation import annotation
 from padless.emulator.emulator import MOST_MEMORY, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
-from padless.emulator.program.compilers import Changes, leave_ptx, private_folders, remember_compiled, remember_cubins
+from padless.emulator.order.reports import KINDS, Report
+from padless.emulator.program.compilers import (
+    Changes,
+    leave_ptx,
+    one_run_a_benchmark,
+    private_folders,
+    remember_compiled,
+    remember_cubins,
+)
 from padless.emulator.program.cuda_tensors import pretend
 from padless.emulator.program.device import CHIPS, Memory
+from padless.emulator.program.device_time import DeviceTime
 from padless.emulator.program.driver import OK, Driver
 from padless.emulator.program.library import Library
 from padless.emulator.program.modules import Function, Loader
 from padless.emulator.state.memory import DeviceMemory
+from padless.emulator.timing.kernel import KernelTime, kernel_time
+from padless.emulator.timing.rates import CHIPS as TIMED
 
 NOT_SUPPORTED = 801
 
@@ -37,12 +50,41 @@ class Launched:
 
 @dataclass
 class Session:
-    """A stand-in that is in place. launches: what has run. refused: sentences about what could not be done."""
+    """A stand-in that is in place. launches: what has run. refused: sentences about what could not be done. shown: of a
+    kind of report, how many are said in full."""
 
     driver: Driver
     library: Library
+    time: DeviceTime
+    shown: int = 3
     launches: list[Launched] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    _said: set[tuple[str, int]] = field(default_factory=set)
+    _places: Counter[str] = field(default_factory=Counter)
+
+    def new(self, reports: Sequence[Report]) -> list[Report]:
+        """Of a launch's reports those to be said in full: the first of a kind, and of a place in a kernel once."""
+        said = []
+        for report in reports:
+            if (
+                self._places[report.kind] < self.shown
+                and (place := (report.message, report.ptx_line)) not in self._said
+            ):
+                self._said.add(place)
+                self._places[report.kind] += 1
+                said.append(report)
+        return said
+
+    def counts(self) -> list[str]:
+        """A line for each kind of report: how many, in which kernels, what it means, and how to do without."""
+        kernels: dict[str, Counter[str]] = {}
+        for launch in self.launches:
+            for report in launch.result.reports:
+                kernels.setdefault(report.kind, Counter())[launch.name] += 1
+        return [
+            f"{kind}: {found.total()} in {', '.join(found)} ({KINDS[kind]}); --ignore {kind} leaves them out"
+            for kind, found in sorted(kernels.items(), key=lambda item: -item[1].total())
+        ]
 
     @property
     def errors(self) -> int:
@@ -60,13 +102,16 @@ def install(
     ignore: Collection[str] = (),
     strict: bool = False,
     max_memory: int = MOST_MEMORY,
+    reports: int = 3,
+    github: bool = False,
     say: Callable[[str], None] = print,
 ) -> Session:
     """Put a device without a GPU in the place of libcuda and of torch.cuda, for the rest of this process.
 
     chip: "H200" or "B200". num_sms: multiprocessors that the device claims, so how many CTAs a persistent kernel gets.
-    The others as of `padless.emulator.Emulator`. say: is given a line for each launch, its reports, and sentences about
-    what cannot be done. Raises LaunchError where another driver is open or no C compiler is found.
+    reports: how many of a kind are said in full. github: as annotations, too. The others as of
+    `padless.emulator.Emulator`. say: is given a line for each launch, its reports, and sentences about what cannot be
+    done. Raises LaunchError where another driver is open or no C compiler is found.
     """
     if chip not in CHIPS:
         raise LaunchError(f"--chip is {chip!r}, with --program allowed are {', '.join(CHIPS)}")
@@ -92,22 +137,25 @@ def install(
         emulator = function.emulator
         emulator.memory = memory.visible()
         started = time.perf_counter()
+        shape = {"cluster": cluster, "shared_bytes": shared_bytes, "programmatic": programmatic}
+
+        def work_out() -> KernelTime:
+            return kernel_time(emulator, function.name, grid, block, values, TIMED[chip], **shape)
+
         try:
-            result = emulator.launch(
-                function.name,
-                grid,
-                block,
-                values,
-                cluster=cluster,
-                shared_bytes=shared_bytes,
-                programmatic=programmatic,
-            )
+            if clock.wanted or clock.benchmark:
+                clock.launch((function, grid, block, cluster, shared_bytes, *values), function.name, work_out)
+            if clock.benchmark:
+                return OK
+            result = emulator.launch(function.name, grid, block, values, **shape)
         except EmulatorError as error:
             refuse(f"{function.name}: {error}")
             return NOT_SUPPORTED
         session.launches.append(Launched(function.name, grid, block, cluster, result))
-        for report in result.reports:
+        for report in session.new(result.reports):
             say(str(report))
+            if github:
+                say(annotation(report, emulator.module.name))
         count = len(result.reports)
         clusters = f" cluster {shown(cluster)}" if cluster != (1, 1, 1) else ""
         say(
@@ -117,15 +165,17 @@ def install(
         )
         return OK
 
+    clock = DeviceTime(say)
     loader = Loader(make, memory.modules, refuse)
-    driver = Driver(described, memory, loader, launch, refuse)
+    driver = Driver(described, memory, loader, launch, refuse, clock)
     library = Library(driver.table(), lambda name, error: refuse(f"{name}: {type(error).__name__}: {error}"))
     driver.address_of = library.address
-    session = Session(driver, library)
+    session = Session(driver, library, clock, shown=reports)
     private_folders(library.folder)
     Changes(
         {
-            "torch": pretend(described, refuse),
+            "torch": pretend(described, refuse, clock),
+            "triton.testing": one_run_a_benchmark(clock, say),
             "cuda.bindings.nvrtc": remember_cubins(loader.remember),
             "padless.runtime.nvrtc": remember_compiled(loader.remember),
             "triton.backends.nvidia.compiler": leave_ptx,
@@ -163,6 +213,10 @@ def run_program(script: Path, arguments: Sequence[str], **options: Any) -> int:
         traceback.print_exc()
         code = 1
     count = len(session.launches)
+    for line in session.counts():
+        say(line)
+    if session.time.benchmarks:
+        say(f"{session.time.benchmarks} benchmarks, each timed once by the clock, not run")
     launches = f"{count} launch{'es' * (count != 1)}"
     say(f"{launches}, {session.errors} errors, {len(session.refused)} refusals, the program's exit code {code}")
     return 1 if session.errors else 2 if session.refused else code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,18 @@ class Statistics:
     @property
     def warp_instructions_per_second(self) -> float:
         return self.warp_instructions / self.seconds if self.seconds else 0.0
+
+
+def as_three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
+    """Grid, block or cluster as three numbers. LaunchError where they are none."""
+    try:
+        values = [value] if isinstance(value, int) else [int(x) for x in value]
+    except (TypeError, ValueError):
+        values = []
+    values = values and values + [1] * (3 - len(values))
+    if len(values) != 3 or any(x < 1 for x in values):
+        raise LaunchError(f"{name} is {value!r}, it must be one to three positive integers")
+    return values[0], values[1], values[2]
 
 
 def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, checks: bool) -> int:

@@ -7,7 +7,7 @@ finish when their servers are done with them. Values are moved, but matrix produ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,8 @@ def reason(wait: Any) -> str:
 
 class TimedMachine(Machine):
     """Machine with a clock. ``chip``: whose rates. ``from_memory``: share of loaded bytes that L2 does not have.
-    ``sms``: CTAs at once. ``limit``: cycles after which the launch is given up as one that does not end."""
+    ``sms``: CTAs at once. ``limit``: cycles after which the launch is given up as one that does not end. ``sample``: of
+    the grid's clusters those that run, None for all. ``together``: how many clusters an SM, or a cluster's SMs, hold."""
 
     make_mbarrier = TimedMbarrier
     make_register_pool = PartitionedPool
@@ -84,10 +85,13 @@ class TimedMachine(Machine):
         sms: int = 1 << 30,
         record: bool = True,
         limit: float = 1e8,
+        sample: Sequence[int] | None = None,
+        together: int = 1,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.chip = chip
+        chip = self.chip = chip.counting()
+        self.sample, self.together = sample, together
         self.schedule = SCHEDULE
         self.checks = False
         self.arithmetic = "none"
@@ -95,7 +99,7 @@ class TimedMachine(Machine):
         self.limit = limit
         self.events = Events()
         self.units = Units(chip, record, from_memory, "tensormap prefetch" in self.program.uses)
-        self.timeline = Timeline(chip, self.units.sms)
+        self.timeline = Timeline(chip, self.units.sms, self.program)
         self.costs = Costs(chip, self.program.register_names, bool(self.program.uses & {"wgmma"}), self._reuse_run())
         self.now = 0.0
         self.current: Fragment | None = None
@@ -246,14 +250,16 @@ class TimedMachine(Machine):
         total = 1
         for grid, size in zip(self.grid, self.cluster, strict=True):
             total *= grid // size
-        self.waiting.extend(range(total))
+        self.waiting.extend(range(total) if self.sample is None else self.sample)
         self.statistics.ctas = self.grid[0] * self.grid[1] * self.grid[2]
         size = self.cluster[0] * self.cluster[1] * self.cluster[2]
-        places = list(range(min(max(self.sms // size, 1), total)))[::-1]
+        at_once = min(max(self.sms // size, 1), -(-len(self.waiting) // self.together))
+        places = list(range(at_once))[::-1] * self.together
         while True:
             while self.waiting and places:
                 cluster = Cluster(self, self.waiting.popleft(), places.pop())
                 self._begun[cluster] = self.now
+                self.timeline.began.append(self.now)
                 self.clusters.append(cluster)
             f, at = self._earliest()
             if self.events.next <= at:
@@ -283,7 +289,7 @@ class TimedMachine(Machine):
     def _freed(self, size: int) -> list[int]:
         gone = [cluster for cluster in self._begun if cluster.finished() and cluster not in self.clusters]
         for cluster in gone:
-            del self._begun[cluster]
+            self.timeline.lasted.append(self.now - self._begun.pop(cluster))
         return [cluster.ctas[0].slot // size for cluster in gone]
 
     def _earliest(self) -> tuple[Fragment | None, float]:

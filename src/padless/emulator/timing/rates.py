@@ -28,6 +28,18 @@ class Rate:
             raise ValueError(f"mark is {self.mark!r}, allowed are {', '.join(MARKS)}")
 
 
+class _Asked(dict[str, Rate]):
+    """Rates by name, and the names that were looked up."""
+
+    def __init__(self, rates: Mapping[str, Rate]) -> None:
+        super().__init__(rates)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Rate:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
 @dataclass(frozen=True)
 class Chip:
     """A GPU. ``clocks_ghz``: the band in which its clock is seen, under load and in bursts."""
@@ -40,6 +52,14 @@ class Chip:
 
     def __getitem__(self, name: str) -> float:
         return self.rates[name].value
+
+    def counting(self) -> Chip:
+        """The chip, with rates that remember which of them were asked for (`asked`)."""
+        return replace(self, rates=_Asked(self.rates))
+
+    def asked(self) -> dict[str, Rate]:
+        """The rates that a run took, of a chip that counts them."""
+        return {name: self.rates[name] for name in getattr(self.rates, "names", self.rates)}
 
     def changed(self, mark: str, source: str, **values: float) -> Chip:
         """The chip with other values of some rates, for a fit or a what-if."""

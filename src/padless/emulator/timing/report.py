@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from padless.emulator.timing.rates import Chip
+from padless.emulator.state.program import Program
+from padless.emulator.timing.kernel import live_registers
 from padless.emulator.timing.timeline import ROLES, Timeline
 
 
@@ -44,14 +45,43 @@ def lines_of(timeline: Timeline) -> list[str]:
         for what, cycles in sorted(waited.get(role, {}).items(), key=lambda x: -x[1]):
             if cycles >= 0.005 * timeline.cycles:
                 out.append(f"{role + ': ' + what:32s}{cycles:12,.0f}{cycles / max(timeline.cycles, 1):9.1%}")
-    return [*out, "", *caveats(chip)]
+    return [*out, "", *caveats(timeline)]
 
 
-def caveats(chip: Chip) -> list[str]:
-    """What the cycles leave out, and how well the chip's rates are known."""
-    unmeasured = sum(rate.mark not in ("measured", "fitted") for rate in chip.rates.values())
+def caveats(timeline: Timeline) -> list[str]:
+    """How well the rates that this run took are known, and what of this kernel its cycles leave out."""
+    asked = timeline.chip.asked()
+    unknown = [name for name, rate in asked.items() if rate.mark not in ("measured", "fitted")]
+    named = f": {', '.join(sorted(unknown))}" if unknown else ""
     return [
-        f"caveats: {unmeasured} of {len(chip.rates)} rates of the {chip.name} are inferred, stated or of another chip",
+        f"caveats: {len(unknown)} of {len(asked)} rates of the {timeline.chip.name} that this kernel takes are "
+        f"inferred, stated or of another chip{named}",
         "operands are taken to be in L2; the queue of tiles, memory and the clock under load belong to a whole call",
-        "left out: instruction caches, L1, bank conflicts, ptxas' order and spills; known errors: docs/timing.md",
+        f"left out: {'; '.join(left_out(timeline.program))}; known errors: docs/timing.md",
     ]
+
+
+SPILLS = 250  # registers a thread
+LONG_CODE = 8192  # instructions of PTX, more bytes of machine code than caches next to the SM keep
+
+
+def left_out(program: Program) -> list[str]:
+    """What this kernel does whose time is not charged."""
+    found = ["ptxas' order"]
+    plain = [i for i in program.instructions if i.opcode in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix")]
+    words = {i.opcode: i for i in plain}
+    shared = [i for i in plain if i.opcode.endswith("matrix") or any(m.startswith("shared") for m in i.modifiers)]
+    spaces = [m.partition("::")[0] for i in plain for m in i.modifiers]
+    if len(shared) > 0:
+        found.append(f"bank conflicts of {len(shared)} accesses to shared memory")
+    if loads := sum(i.opcode == "ld" and "global" in i.modifiers for i in plain):
+        found.append(f"L1, and lanes that are no neighbours, of {loads} global loads")
+    if "atom" in words or "red" in words:
+        found.append("atomics that meet at one address")
+    if "local" in spaces:
+        found.append("local memory")
+    if (live := live_registers(program)) > SPILLS:
+        found.append(f"spills, {live} registers are live at once")
+    if len(program.instructions) > LONG_CODE:
+        found.append(f"instruction caches, of {len(program.instructions):,} instructions")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from padless.emulator.state.program import Program
 from padless.emulator.timing.rates import Chip
 from padless.emulator.timing.units import Sm
 
@@ -27,11 +28,13 @@ class Timeline:
 
     marks: when what was done first and last, by what: "load", "product", "store". loads, loaded, load_cycles: their
     number, bytes, and cycles from issue to arrival. most_in_flight: bytes on their way at once. holds: cycles of every
-    stage's release after its products (of kernels whose warps release them).
+    stage's release after its products (of kernels whose warps release them). began, lasted: when each cluster began, and
+    for how long it ran, as they ended.
     """
 
     chip: Chip
     sms: dict[int, Sm]
+    program: Program
     cycles: float = 0.0
     waits: list[Wait] = field(default_factory=list)
     work_of: dict[tuple[int, int], dict[str, int]] = field(
@@ -44,6 +47,8 @@ class Timeline:
     load_cycles: float = 0.0
     most_in_flight: float = 0.0
     holds: list[float] = field(default_factory=list)
+    began: list[float] = field(default_factory=list)
+    lasted: list[float] = field(default_factory=list)
 
     def count_load(self, size: float, cycles: float, in_flight: float) -> None:
         """A load of ``size`` bytes that takes ``cycles``, with ``in_flight`` bytes on their way, its own too."""
