@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from padless.emulator import LaunchResult
 from support.emulator_cuda import kinds, launch
 
 # Every lane of four warps adds four floats, and four pairs of halves, to one of two places.
@@ -124,3 +125,64 @@ extern "C" __global__ void k(uint32_t* out) {
     out = np.zeros(7, np.uint32)
     launch(source, [out], block=32).raise_on_reports()
     assert out.tolist() == [5, 4, 3, 2, 1, 5, 4]
+
+
+# ---- cp.async of a warp: lanes differ in what they read, where they write, and where they are wrong
+LANES = r"""
+extern "C" __global__ void k(uint32_t* out, const uint32_t* in, const int* from, const int* to, const int* count) {
+  __shared__ alignas(16) uint32_t s[256];
+  const int x = threadIdx.x;
+  for (int i = x; i < 256; i += 32) s[i] = 7;
+  __syncwarp();
+  if (to[x] >= 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem(&s[4 * to[x]])), "l"(in + 4 * from[x]), "r"(count[x]) : "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory"); WAIT
+  __syncwarp();
+  for (int i = x; i < 256; i += 32) out[i] = s[i];
+}"""
+
+
+def run_lanes(seed: int, wait: bool = True, **changes: int) -> tuple[np.ndarray, np.ndarray, LaunchResult]:
+    """Random permutations and counts; `changes`: of lane 9's entries. Returns what came, what has to come, reports."""
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 1 << 32, 4 * 64, dtype=np.uint32)
+    lanes = {"from": rng.permutation(64)[:32], "to": rng.permutation(64)[:32], "count": rng.integers(0, 17, 32)}
+    lanes["to"][rng.integers(10, 32, 5)] = -1
+    for name, value in changes.items():
+        lanes[name][9] = lanes[name][8] if value == -2 else value
+    out = np.full(256, 9, np.uint32)
+    source = LANES.replace("WAIT", 'asm volatile("cp.async.wait_group 0;" ::: "memory");' if wait else "")
+    given = [lanes[name].astype(np.int32) for name in ("from", "to", "count")]
+    result = launch(source, [out, data, *given], block=32, seed=seed)
+    expected = np.full(1024, 0, np.uint8)
+    expected.view(np.uint32)[:] = 7
+    for source_at, at, count in zip(*given, strict=True):
+        if at >= 0:
+            expected[16 * at : 16 * at + 16] = 0
+            piece = data.view(np.uint8)[16 * source_at :][:count]
+            expected[16 * at : 16 * at + len(piece)] = piece
+    return out, expected.view(np.uint32), result
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lanes_of_cp_async_differ_in_everything(seed: int) -> None:
+    out, expected, result = run_lanes(seed)
+    result.raise_on_reports()
+    assert (out == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"to": -2, "count": 16}, {"race"}),  # where lane 8 writes
+        ({"from": 400, "to": 63, "count": 16}, {"out-of-bounds"}),
+        ({"wait": False}, {"race"}),
+    ],
+    ids=["two lanes", "outside", "no wait"],
+)
+def test_what_lanes_of_cp_async_do_wrong_is_reported(changes: dict[str, int], found: set[str]) -> None:
+    for seed in range(4):
+        _, _, result = run_lanes(seed, **changes)
+        assert found <= kinds(result)
+        if "from" in changes:
+            assert [report.lane for report in result.reports if report.kind == "out-of-bounds"] == [9]

@@ -11,14 +11,16 @@ from padless.emulator.instructions.data import cache_qualifier
 from padless.emulator.instructions.operands import GenericOperand, SharedOperand
 from padless.emulator.order.race import BEFORE, IN_FLIGHT, merge, pack
 from padless.emulator.prepare.emitter import Emitter
-from padless.emulator.ptx.ast import Immediate
+from padless.emulator.ptx.ast import Immediate, Instruction
 from padless.emulator.state.global_access import check_grids
 from padless.emulator.state.groups import Operation, commit_of, groups_of, wait_of
 from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
+from padless.emulator.state.shared_access import shared_cells
 from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Fragment, Wait, Warp
 from padless.emulator.state.work import Work
+from padless.emulator.units.number_formats import Array
 
 FAMILY = "cp.async"
 
@@ -53,50 +55,71 @@ def make_copy(e: Emitter) -> Any:
     e.limit_granule(size.value)
 
     def cp_async(f: Fragment, m: Any) -> Wait | None:
-        copies = []
-        for site in [Site(f.warp, ins, lane) for lane in f.lanes(m).tolist()]:
-            count = site.value(count_slot) if count_slot >= 0 else size.value
-            if ignore_slot >= 0 and site.value(ignore_slot):
-                count = 0
-            copies.append((site, target.at(site), origin.at(site), min(count, size.value)))
-        check_grids(f.warp, [site.lane for site, _, _, count in copies if count], ins)
-        copy(f.warp, copies, size.value)
+        w, lanes = f.warp, f.lanes(m)
+        counts = np.full(len(lanes), size.value)
+        if count_slot >= 0:
+            counts = np.minimum(w.v[count_slot][lanes].astype(np.int64), size.value)
+        if ignore_slot >= 0:
+            counts = np.where(w.v[ignore_slot][lanes], 0, counts)
+        check_grids(w, lanes[counts > 0], ins)
+        sources = w.v[origin.slot][lanes].astype(np.int64) + origin.offset
+        copy(w, ins, lanes, target.values(w)[lanes], sources, counts, size.value)
         return None
 
     return cp_async
 
 
-def copy(w: Warp, copies: list[tuple[Site, int, int, int]], size: int) -> None:
-    """`size` bytes per lane, of which `count` are read and the rest are zero."""
+def copy(
+    w: Warp, ins: Instruction, lanes: Array, to: Array, sources: Array, counts: Array, size: int
+) -> None:  # fmt: skip
+    """`size` bytes per lane, of which `counts` are read and the rest are zero."""
+    for at in np.flatnonzero((to % size != 0) | (sources % size != 0))[:1].tolist():
+        message = f"cp.async of {size} bytes from {int(sources[at]):#x} to {int(to[at]):#x}: misaligned"
+        Site(w, ins, int(lanes[at])).fault(message, "misaligned")
+    operation = Operation(ins)  # of all lanes, as they land together
+    groups = [groups_of(w, FAMILY, lane) for lane in lanes.tolist()]
+    columns, events = np.array([g.column for g in groups]), np.array([g.event for g in groups])
+    places = [Site(w, ins, lane).locate(address) for lane, address in zip(lanes.tolist(), to.tolist(), strict=True)]
+    offsets, ctas = np.array([offset for _, offset in places]), [cta for cta, _ in places]
     work = []
-    for site, to, source, count in copies:
-        cta, offset = site.locate(to)
-        if offset % size or source % size:
-            site.fault(f"cp.async of {size} bytes from {source:#x} to {to:#x}: misaligned", "misaligned")
-        groups = groups_of(w, FAMILY, site.lane)
-        operation = Operation(site.instruction)
-        stamp = cells = None
-        if w.clocks is not None:
-            cells = slice(offset >> cta.granule_shift, (offset + size) >> cta.granule_shift)
-            # cp.async is not the async proxy: it is ordered like an ordinary write of this thread, when waited for.
-            stamp = pack(groups.column, IN_FLIGHT)
-            cta.shared.shadow.bulk(cells, site.clock(), stamp, site, write=True, generic_plane=0)
-        work.append((site, cta, offset, source, count, operation, cells, stamp, groups.column, groups.event))
-        groups.open.append(operation)
+    for cta in dict.fromkeys(ctas):
+        own = np.flatnonzero([c is cta for c in ctas])
+        # What lanes write twice is a race of one with the other: those are checked one by one.
+        together = [own] if len(np.unique(offsets[own])) == len(own) else [own[i : i + 1] for i in range(len(own))]
+        for part in together:
+            cells = None
+            if w.clocks is not None:
+                # cp.async is not the async proxy: it is ordered like an ordinary write of its lane, when waited for.
+                cells, shadow = shared_cells(cta, offsets[part], size), cta.shared.shadow
+                shadow.access(w, lanes[part], cells, ins, write=True)
+                shadow.written[cells] = pack(columns[part], IN_FLIGHT)[:, None]
+            work.append((cta, part, cells))
+    for each in groups:
+        each.open.append(operation)
 
     def land() -> None:
-        for site, cta, offset, source, count, operation, cells, stamp, column, event in work:
-            data = np.zeros(size, np.uint8)
-            if count:
-                data[:count] = gather(site, np.array([source]), count)[0]
-            cta.shared.bytes[offset : offset + size] = data
-            if stamp is not None:
-                cta.shared.shadow.restamp(cells, stamp, pack(column, event))
-            operation.finish()
+        data = read(w, ins, lanes, sources, counts, size)
+        for cta, part, cells in work:
+            cta.shared.bytes[offsets[part][:, None] + np.arange(size)] = data[part]
+            if cells is not None:
+                old, new = (pack(columns[part], event)[:, None] for event in (IN_FLIGHT, events[part]))
+                cta.shared.shadow.restamp(cells, old, new)
+        operation.finish()
 
-    read_bytes = sum(count for _, _, _, count in copies)
-    name = copies[0][0].instruction.name if copies else ""
-    w.launch.enqueue(None, AsyncOperation(name, land, work=Work("small_load", w.cta, read_bytes)))
+    w.launch.enqueue(None, AsyncOperation(ins.name, land, work=Work("small_load", w.cta, int(counts.sum()))))
+
+
+def read(w: Warp, ins: Instruction, lanes: Array, sources: Array, counts: Array, size: int) -> Array:
+    """The lanes' bytes, (lanes, size), zero behind `counts`."""
+    data = np.zeros((len(lanes), size), np.uint8)
+    for count in np.unique(counts[counts > 0]).tolist():
+        reading = np.flatnonzero(counts == count)
+        where = sources[reading]
+        found = w.launch.memory.find(int(where.min()))
+        inside = found is not None and int(where.max()) + count <= found.end
+        for part in [reading] if inside else reading[:, None]:  # a report names its lane
+            data[part, :count] = gather(Site(w, ins, int(lanes[part[0]])), sources[part], count)
+    return data
 
 
 def arrive_after(site: Site, address: int, keep: bool) -> None:
