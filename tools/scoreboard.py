@@ -130,7 +130,8 @@ def page(record: dict[str, Any]) -> str:
         "# Other people's programs in the emulator",
         "",
         f"`python tools/scoreboard.py`, {record['day']}: programs of {record['source']} with Triton {record['triton']}, "
-        f"unchanged, each with {record['seconds']:.0f} s on one core of a shared machine, judged by its own check.",
+        f"unchanged, each with at least {record['seconds']:.0f} s on one core of a shared machine, judged by its own "
+        "check.",
         "",
         f"{len(rows)} programs: " + ", ".join(f"{n} {v}" for v, n in counts.items() if n) + "; "
         f"{len(clean)} of {len(right)} right ones have no report that counts.",
@@ -166,7 +167,10 @@ def main() -> None:
         }  # fmt: skip
         if arguments.only and RECORD.exists():
             kept = json.loads(RECORD.read_text())
-            record = kept | {"rows": [row for row in kept["rows"] if arguments.only not in row["program"]]}
+            record |= kept | {
+                "source": record["source"],
+                "rows": [row for row in kept["rows"] if arguments.only not in row["program"]],
+            }
         for name, command in programs(arguments.programs):
             for chip in CHIPS if arguments.only in name else ():
                 row = judge(name, chip, command, arguments.seconds)

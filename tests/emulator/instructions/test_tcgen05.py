@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from padless.emulator import Emulator, LaunchError, LaunchResult
+from padless.emulator import Emulator, LaunchError, LaunchResult, UnsupportedInstruction
 from padless.emulator.cli import app
 from support.emulator_cuda import compile_cuda, kinds, launch, tiled
 from support.ragged import ROOT
@@ -331,3 +331,18 @@ def test_a_move_into_a_register_of_an_unfinished_load_is_reported(move: str, fou
     assert kinds(result) == found
     if found:
         assert ("overwrites" in result.reports[0].message) == ("{spare}" not in move)
+
+
+def test_a_shape_that_is_not_modelled_is_refused_by_its_line() -> None:
+    """A in tensor memory with M = 64, which is known only when the descriptor is."""
+    text = """.version 8.8
+.target sm_100a
+.address_size 64
+.visible .entry k() {
+.reg .b32 %r<3>; .reg .b64 %rd<2>; .reg .pred %p; .shared .b32 base;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [base], 64;
+ld.shared.u32 %r1, [base]; mov.b32 %r2, 0x04080010; mov.b64 %rd1, 0x4000404000000000; setp.ne.u32 %p, 0, 0;
+tcgen05.mma.cta_group::1.kind::f16 [%r1], [%r1], %rd1, %r2, %p;
+ret; }"""
+    with pytest.raises(UnsupportedInstruction, match=r"^<ptx>:8: `tcgen05.mma.*A in tensor memory is modelled for"):
+        Emulator(text).launch("k", 1, 32, [])

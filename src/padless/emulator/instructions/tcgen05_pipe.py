@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator.errors import refusal
 from padless.emulator.instructions.operands import SharedOperand, TensorOperand
 from padless.emulator.order.race import ASYNC, BASE, BEFORE, READS, TENSOR, pack
 from padless.emulator.prepare.emitter import Emitter
@@ -119,6 +120,8 @@ def multiply(e: Emitter) -> None:
             )  # fmt: skip
         except ValueError as error:
             site.fault(f"tcgen05.mma: {error}")
+        if unit.unsupported():
+            raise refusal(site.warp.launch.program.module, ins, "; ".join(unit.unsupported()))
         mode = site.warp.launch.arithmetic
 
         def run() -> Any:
