@@ -55,7 +55,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, int]]] = [
         {"gate_up": "alternating", "limit": 2.0, "up_offset": 1.0},
         {"_quantize_rows": 2, "_combine": 1},
     ),
-    ("global scales", (NVFP4, None), {}, {"_quantize_rows": 2, "_combine": 1, "_factors_of_given": 2}),
+    ("global scales", (NVFP4, None), {}, {"_quantize_rows": 1, "_combine": 1, "_factors_of_given": 1}),
     ("bfloat16 activations", (MXFP4, torch.bfloat16), {}, {"_quantize_rows": 1, "_combine": 1}),
 ]
 
