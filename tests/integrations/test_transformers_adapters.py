@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from padless import FP8_BLOCK, MXFP4, NVFP4, dequantize
 from padless.integrations.transformers import adapt_experts, quantize_experts, set_activations
@@ -115,6 +116,39 @@ def test_a_file_carries_an_adapter(tmp_path: Path, folder_of: Callable[..., Path
     save_adapter(tmp_path, saved, "one")
     assert load_adapter(tmp_path, loaded, "one") == ()
     assert torch.equal(logits(first), logits(second))
+
+
+@pytest.mark.parametrize(("name", "kind", "format"), [KINDS[0], KINDS[2], KINDS[3]])
+def test_trainer_trains_adapters(
+    name: str, kind: str, format: Any, folder_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A quantized model without adapters it refuses; with checkpointing losses are the same to the bit."""
+    pytest.importorskip("accelerate")
+    losses = []
+    for again in (None, False, True):
+        model = quantized(name, kind, format, folder_of)
+        for p in model.parameters():
+            p.requires_grad_(False)
+        if again is not None:
+            torch.manual_seed(0)
+            lora = adapt_experts(model, rank=4, dtype=torch.float32)
+        settings = TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, use_cpu=True, save_strategy="no",
+            gradient_checkpointing=bool(again), learning_rate=1e-2, lr_scheduler_type="constant", logging_steps=1,
+            report_to=[], disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in tokens()]
+        if again is None:
+            if format is None:
+                with pytest.raises(ValueError, match="purely quantized"):
+                    Trainer(model, settings, train_dataset=rows)
+            continue
+        trainer = Trainer(model, settings, train_dataset=rows)
+        trainer.train()
+        assert all(bool(m.b13["default"].any()) and bool(m.b2["default"].any()) for m in lora.values())
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
 
 
 def test_codes_of_a_moved_or_written_model(folder_of: Callable[..., Path]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from padless.integrations.transformers.experts import fused_activation
+from padless.integrations.transformers.quantizers import TrainsAdapters
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, is_quantized
 from padless.moe.activation import Activation
 from padless.nn.lora import LoraExperts
@@ -54,4 +55,7 @@ def adapt_experts(
         )  # fmt: skip
     for path, lora in made.items():
         setattr(found[path], ADAPTERS, lora.train(found[path].training))
+    for part in model.modules():
+        if isinstance(quantizer := getattr(part, "hf_quantizer", None), TrainsAdapters):
+            quantizer.has_adapters = True
     return made
