@@ -19,6 +19,7 @@ from padless.distributed import checks
 from padless.epilogue import COLUMN_LAYOUTS, ROW_LAYOUTS
 from padless.moe import activation
 from padless.nn import experts, recipe
+from padless.nn.lora import peft_files
 from padless.quantization import quantize, swiglu_backward
 from padless.runtime import choices, devices
 from support.ragged import ROOT
@@ -48,6 +49,7 @@ def test_types_of_strings_are_the_strings_that_calls_take() -> None:
     rules = [rule for allowed in quantize.SCALE_RULES.values() for rule in allowed]
     allowed = {
         "ActivationKind": activation.KINDS,
+        "AdapterLayout": peft_files.LAYOUTS,
         "BackendName": devices.NAMES,
         "Exchange": distributed_backend.BACKENDS,
         "GateUp": activation.GATE_UP,

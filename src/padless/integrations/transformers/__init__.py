@@ -25,6 +25,7 @@ if tuple(int(part) for part in _transformers.__version__.split(".")[:2]) < (5, 1
     )
 
 from padless.integrations.transformers.activations import set_activations
+from padless.integrations.transformers.adapters import adapt_experts
 from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
 from padless.integrations.transformers.quantizers import register_quantizers
@@ -35,6 +36,7 @@ from padless.integrations.transformers.training import TRAIN_NAME, set_recipe, t
 __all__ = [
     "NAME",
     "TRAIN_NAME",
+    "adapt_experts",
     "experts_forward",
     "quantize_experts",
     "register",

@@ -12,7 +12,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from padless.formats import FP8_BLOCK
 from padless.integrations.operators import project, without_backward
-from padless.integrations.transformers.weights import ExpertWeights, expert_weights
+from padless.integrations.transformers.weights import ADAPTERS, ExpertWeights, expert_weights
 from padless.moe.combining import combine
 from padless.moe.layer import BF16, moe
 from padless.moe.routing import route
@@ -32,12 +32,27 @@ def experts_forward(
 
     Differentiable for hidden_states and top_k_weights where `padless.moe.moe` is: FP8_BLOCK weights and activations,
     plain SwiGLU, no bias. Elsewhere the forward runs with grad mode on, and backward raises NotImplementedError.
-    Raises ValueError for weights that are not quantized.
+    Experts with adapters (`adapt_experts`) are differentiable whatever they are. Raises ValueError for weights that are
+    not quantized.
     """
+    adapters = getattr(self, ADAPTERS, None)
+    if adapters is not None:
+        return _adapted(self, adapters, hidden_states, top_k_index, top_k_weights)
     run = _Run(self)
     if torch.is_grad_enabled() and run.has_backward():
         return run(hidden_states, top_k_weights, top_k_index)
     return without_backward(run, hidden_states, top_k_weights, top_k_index)
+
+
+def _adapted(
+    module: Any, adapters: Any, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """With the codes that the module has now: moving a model would have copied those of its `LoraExperts`."""
+    weights = expert_weights(module)
+    adapters.w13, adapters.w2, adapters.bias13, adapters.bias2 = weights.w13, weights.w2, weights.bias13, weights.bias2
+    adapters.activations = weights.activation_format
+    out: torch.Tensor = adapters(x, top_k_index, top_k_weights)
+    return out
 
 
 class _Run:

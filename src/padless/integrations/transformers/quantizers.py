@@ -39,7 +39,23 @@ def asks_for_padless(model: nn.Module) -> bool:
     return any(getattr(config, "_experts_implementation", None) == NAME for config in configs)
 
 
-class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+class TrainsAdapters:
+    """What transformers' Trainer asks a quantizer: trainable are models that `adapt_experts` gave adapters."""
+
+    has_adapters = False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters train; else as transformers' own quantizer says."""
+        return self.has_adapters or bool(super().is_trainable)  # type: ignore[misc]
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """The same: Trainer refuses other quantized models that PEFT has not wrapped."""
+        return self.has_adapters
+
+
+class Fp8Quantizer(TrainsAdapters, FineGrainedFP8HfQuantizer):
     """transformers' FP8 quantizer, which without a GPU keeps FP8 for experts_implementation="padless"."""
 
     _put_off: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -87,7 +103,7 @@ class Fp8Quantizer(FineGrainedFP8HfQuantizer):
         return super().get_state_dict_and_metadata(model)
 
 
-class Mxfp4Quantizer(Mxfp4HfQuantizer):
+class Mxfp4Quantizer(TrainsAdapters, Mxfp4HfQuantizer):
     """transformers' MXFP4 quantizer, which keeps gpt-oss' blocks for experts_implementation="padless"."""
 
     _put_off: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})

@@ -28,6 +28,7 @@ _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
 )
 
+ADAPTERS = "padless_adapters"  # the attribute of a module that `adapt_experts` writes
 CHOSEN = "padless_activations"  # the attribute of a module that `set_activations` writes
 _PATH = "padless_path"  # the attribute of a module that `keep_codes` writes, for errors
 

@@ -96,6 +96,7 @@ class LoraExperts(nn.Module):
                 self.register_buffer(name, bias, persistent=False)
         self.activations = activations
         self.rank, self.dropout, self.adapters = rank, dropout, names
+        self.alpha, self.rslora = alpha, rslora
         self.scaling = alpha / (math.sqrt(rank) if rslora else rank)
         self.active: str | None = names[0]
 
