@@ -3,7 +3,7 @@
     python tools/clock_kernels.py                # predictions, on any machine
     python tools/clock_kernels.py --out FILE     # on an H200: measures too, and leaves a JSON line for each point
 
-Measured: the median of 20 launches by events, L2 cleared before each. The same PTX is predicted by
+Measured: the median of 20 launches by `padless.testing.timing`, nothing of theirs in L2. The same PTX is predicted by
 `padless.emulator.timing.kernel.kernel_time`, in the same process.
 """
 
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +25,9 @@ from triton.compiler import ASTSource
 from padless.emulator import Emulator
 from padless.emulator.timing import H200
 from padless.emulator.timing.kernel import KernelTime, kernel_time
+from padless.testing.timing import Timer
 
 REPEATS = 20
-CLEARED = 256 << 20  # bytes, five times what L2 holds
 
 
 @triton.jit
@@ -113,27 +111,15 @@ def predict(point: Point) -> KernelTime:
     return kernel_time(emulator, kernel.name, point.grid, block, arguments, H200, shared_bytes=shared)
 
 
-def measure(point: Point) -> float:
+def measure(point: Point, timer: Timer) -> float:
     """Microseconds on the GPU."""
     kind = {"fp32": torch.float32, "fp16": torch.float16}[point.kind]
     arrays = [torch.randn(n, device="cuda").to(kind) for n in point.shapes]
-    junk = torch.empty(CLEARED, dtype=torch.uint8, device="cuda")
 
     def call() -> None:
         point.kernel[(point.grid,)](*arrays, point.n, **point.constants, num_warps=point.warps, num_stages=3)
 
-    return statistics.median(once(call, junk) for _ in range(REPEATS + 3))
-
-
-def once(call: Callable[[], None], junk: torch.Tensor) -> float:
-    """Microseconds of one call with nothing of its operands in L2."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    junk.zero_()
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end)
+    return timer.gpu({point.name: call})[point.name].median_us
 
 
 def main() -> None:
@@ -141,6 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="measure on this machine's GPU as well, and write JSON lines")
     arguments = parser.parse_args()
+    timer = Timer(REPEATS) if arguments.out else None
     rows = []
     for point in points():
         found = predict(point)
@@ -150,8 +137,8 @@ def main() -> None:
             "known": found.known,
             "says": str(found),
         }
-        if arguments.out:
-            row["measured_us"] = measure(point)
+        if timer is not None:
+            row["measured_us"] = measure(point, timer)
             row["ratio"] = row["predicted_us"] / row["measured_us"]
         rows.append(row)
         print(*(f"{v:.3g}" if isinstance(v, float) else v for v in row.values()), sep=" | ", flush=True)
