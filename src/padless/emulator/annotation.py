@@ -14,14 +14,14 @@ def annotation(report: Report, ptx: str) -> str:
 
     Of an inlined function the innermost line in this folder is taken.
     """
-    file, line = ptx, report.ptx_line
+    file, line = here(ptx) or ptx, report.ptx_line
     for name, number in re.findall(r"([^\s()]+):(\d+)", report.source):
         if found := here(name):
             file, line = found, int(number)
             break
     level = "warning" if report.kind == TOLERATED else "error"
     where = ",".join(f"{key}={escaped(str(value), ',:')}" for key, value in (
-        ("file", here(file) or file), ("line", line), ("title", report.kind)))  # fmt: skip
+        ("file", file), ("line", line), ("title", report.kind)))  # fmt: skip
     return f"::{level} {where}::{escaped(str(report))}"
 
 

@@ -120,11 +120,12 @@ def emulate(
     if name is None:
         raise LaunchError(f"--entry is needed, {kernel} has {', '.join(entries) or 'no entry'}")
     if time:
-        emulator.machine = timed(named_chip(chip, emulator.module.target))
         on_chip = named_chip(chip, emulator.module.target)
-        device, arguments, options, _ = arranged(emulator, description, launch.parent)
+        emulator.machine = timed(on_chip)
+        device, arguments, options, arrays = arranged(emulator, description, launch.parent)
         whole = kernel_time(device, name, arguments=arguments, chip=on_chip, **options)
-        result = launch_once(emulator, name, description, seed, launch.parent)
+        result = device.launch(name, args=arguments, seed=seed, **options)
+        hand_out(description, arrays, launch.parent)
         for report in result.reports:
             typer.echo(str(report))
         typer.echo("\n".join([*lines_of(result.timeline), str(whole)]))
@@ -204,12 +205,17 @@ def run_once(
 def launch_once(emulator: Emulator, entry: str, description: dict[str, Any], seed: int, folder: Path) -> LaunchResult:
     """One launch on fresh buffers, which are saved and printed as described."""
     result, arrays = launch_on_buffers(emulator, entry, description, seed, folder)
+    hand_out(description, arrays, folder)
+    return result
+
+
+def hand_out(description: dict[str, Any], arrays: dict[str, Any], folder: Path) -> None:
+    """Saves and prints the buffers as described."""
     for name, spec in description.get("buffers", {}).items():
         if "save" in spec:
             np.save(folder / spec["save"], arrays[name])
         if spec.get("print"):
             typer.echo(f"{name} = {np.array2string(arrays[name], threshold=64)}")
-    return result
 
 
 def launch_on_buffers(

@@ -18,7 +18,7 @@ from padless.emulator.prepare.program import prepare
 from padless.emulator.ptx.ast import Module
 from padless.emulator.ptx.parser import parse
 from padless.emulator.run.machine import Machine
-from padless.emulator.state.launch import Statistics, as_three, bytes_needed
+from padless.emulator.state.launch import Statistics, bytes_needed, shape_of
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 
@@ -157,9 +157,7 @@ class Emulator:
         dimensions do not fit the entry. What goes wrong in the kernel is in the reports, faults and deadlocks included.
         """
         program = self.program(entry)
-        grid, block, cluster = as_three(grid, "grid"), as_three(block, "block"), as_three(cluster, "cluster")
-        if cluster == (1, 1, 1) and program.function.cluster is not None:
-            cluster = program.function.cluster
+        grid, block, cluster = shape_of(program, grid, block, cluster)
         threads, ctas, limit = math.prod(block), math.prod(cluster), program.function.max_threads
         if any(g % c for g, c in zip(grid, cluster, strict=True)):
             raise LaunchError(f"grid {grid} is not a multiple of cluster {cluster}")

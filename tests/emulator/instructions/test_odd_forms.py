@@ -162,7 +162,7 @@ WHOLE = HEADER + ".visible .entry k() {" + REGISTERS + "\n"
     "text",
     ["frobnicate.b32 %r1, %r2;", "movv.u32 %r1, 0;", "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 {%r1, %r2, "
      "%r3, %r4}, %d1, %d2, %r5, 0, 1, 1, 1, 0, 0;", "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %d1, %d2, [%r2], %r3, "
-     "%p1;", "tex.2d.v4.f32.f32 {%r1, %r2, %r3, %r4}, [s, {%r5, %r6}];", "call (%r1), nobody, (%r2);",
+     "%p1;", "tex.2d.v4.f32.f32 {%r1, %r2, %r3, %r4}, [s, {%r5, %r6}];", "call (%r1), absent, (%r2);",
      "ld.u32 %r1, [q];"],
 )  # fmt: skip
 def test_what_there_is_not_is_refused_with_its_line(text: str) -> None:
@@ -173,7 +173,7 @@ def test_what_there_is_not_is_refused_with_its_line(text: str) -> None:
 SOUND = (
     "mov.u32 %r1, %tid.x;", "@%p1 add.s32 %r1, %r2, -3;", "ld.shared.v2.b32 {%r1, %r2}, [s+8];", "$L: bra $L2;", "$L2:",
     "setp.lt.u32 %p1|%p2, %r1, 7;", "{ .reg .b32 %inner; mov.b32 %inner, 0f3F800000; }", ".reg .b64 %more<4>;",
-    ".loc 1 7 3", '.pragma "nounroll";', "call (%r1), nobody, (%r2);", ".shared .align 8 .b8 t[16];",
+    ".loc 1 7 3", '.pragma "nounroll";', "call (%r1), absent, (%r2);", ".shared .align 8 .b8 t[16];",
 )  # fmt: skip
 
 

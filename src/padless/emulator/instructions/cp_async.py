@@ -69,9 +69,7 @@ def make_copy(e: Emitter) -> Any:
     return cp_async
 
 
-def copy(
-    w: Warp, ins: Instruction, lanes: Array, to: Array, sources: Array, counts: Array, size: int
-) -> None:  # fmt: skip
+def copy(w: Warp, ins: Instruction, lanes: Array, to: Array, sources: Array, counts: Array, size: int) -> None:
     """`size` bytes per lane, of which `counts` are read and the rest are zero."""
     for at in np.flatnonzero((to % size != 0) | (sources % size != 0))[:1].tolist():
         message = f"cp.async of {size} bytes from {int(sources[at]):#x} to {int(to[at]):#x}: misaligned"

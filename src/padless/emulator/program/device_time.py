@@ -7,6 +7,7 @@ torch's own operations take no time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,10 +48,10 @@ class DeviceTime:
             found = self.known[key] = work_out()
             if not found.known:
                 self.say(f"{name}: {found}")
-        if found.low_ns == found.low_ns:  # where L2 decides, as if it kept everything
-            self.ns += found.low_ns
-        else:
+        if math.isnan(found.low_ns):
             self.untimed += 1
+        else:  # where L2 decides, as if it kept everything
+            self.ns += found.low_ns
 
     @contextmanager
     def benchmarking(self) -> Iterator[None]:

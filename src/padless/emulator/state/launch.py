@@ -41,8 +41,12 @@ class Statistics:
         return self.warp_instructions / self.seconds if self.seconds else 0.0
 
 
-def as_three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
-    """Grid, block or cluster as three numbers. LaunchError where they are none."""
+Shape = Sequence[int] | int  # grid, block or cluster, as callers give them
+Dimensions = tuple[int, int, int]
+
+
+def _as_three(value: Shape, name: str) -> Dimensions:
+    """Three numbers. LaunchError where they are none."""
     try:
         values = [value] if isinstance(value, int) else [int(x) for x in value]
     except (TypeError, ValueError):
@@ -51,6 +55,14 @@ def as_three(value: Sequence[int] | int, name: str) -> tuple[int, int, int]:
     if len(values) != 3 or any(x < 1 for x in values):
         raise LaunchError(f"{name} is {value!r}, it must be one to three positive integers")
     return values[0], values[1], values[2]
+
+
+def shape_of(program: Program, grid: Shape, block: Shape, cluster: Shape) -> tuple[Dimensions, Dimensions, Dimensions]:
+    """Grid, block and cluster of a launch; the cluster that the kernel declares where none is given."""
+    grid, block, cluster = _as_three(grid, "grid"), _as_three(block, "block"), _as_three(cluster, "cluster")
+    if cluster == (1, 1, 1) and program.function.cluster is not None:
+        cluster = program.function.cluster
+    return grid, block, cluster
 
 
 def bytes_needed(program: Program, block: int, cluster: int, shared_bytes: int, checks: bool) -> int:

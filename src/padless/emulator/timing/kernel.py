@@ -2,8 +2,8 @@
 
 The clusters of a sample share a multiprocessor as the chip would let them, and read memory as it was before the launch;
 what they write is thrown away. Rounds of clusters follow from their number. Bytes that have to come from memory at
-least are those of the arrays that the parameters point into; where loads ask for more than L2 keeps, how many come
-again nobody can tell from a sample, and the result says so.
+least are those of the arrays that the parameters point into; where loads ask for more than L2 keeps, a sample does not
+tell how many come again, and the result says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from padless.emulator.prepare.control_flow import successors
-from padless.emulator.state.launch import as_three
+from padless.emulator.state.launch import Shape, shape_of
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.state.program import Program
 from padless.emulator.state.spaces import STORAGE
@@ -29,7 +29,6 @@ from padless.emulator.timing.timeline import Timeline
 if TYPE_CHECKING:
     from padless.emulator.emulator import Emulator
 
-Shape = Sequence[int] | int
 ALONE = 3  # clusters of a sample that have a multiprocessor each
 LIMIT = 2e6  # cycles after which a sample is given up
 CLOSE = 1.25  # a band of times that is wider than this is no time
@@ -71,9 +70,7 @@ def kernel_time(
 ) -> KernelTime:  # fmt: skip
     """The time of a launch, whose arguments are those of `Emulator.launch`; its memory stays as it is."""
     program = emulator.program(entry)
-    grid, block, cluster = as_three(grid, "grid"), as_three(block, "block"), as_three(cluster, "cluster")
-    if cluster == (1, 1, 1) and program.function.cluster is not None:
-        cluster = program.function.cluster
+    grid, block, cluster = shape_of(program, grid, block, cluster)
     size = math.prod(cluster)
     clusters, places = max(math.prod(grid) // size, 1), max(chip.num_sms // size, 1)
     together = min(resident(program, math.prod(block), shared_bytes), -(-clusters // places))

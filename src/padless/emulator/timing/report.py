@@ -69,16 +69,13 @@ def left_out(program: Program) -> list[str]:
     """What this kernel does whose time is not charged."""
     found = ["ptxas' order"]
     plain = [i for i in program.instructions if i.opcode in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix")]
-    words = {i.opcode: i for i in plain}
-    shared = [i for i in plain if i.opcode.endswith("matrix") or any(m.startswith("shared") for m in i.modifiers)]
-    spaces = [m.partition("::")[0] for i in plain for m in i.modifiers]
-    if len(shared) > 0:
-        found.append(f"bank conflicts of {len(shared)} accesses to shared memory")
+    if shared := sum(i.opcode.endswith("matrix") or any(m.startswith("shared") for m in i.modifiers) for i in plain):
+        found.append(f"bank conflicts of {shared} accesses to shared memory")
     if loads := sum(i.opcode == "ld" and "global" in i.modifiers for i in plain):
         found.append(f"L1, and lanes that are no neighbours, of {loads} global loads")
-    if "atom" in words or "red" in words:
+    if any(i.opcode in ("atom", "red") for i in plain):
         found.append("atomics that meet at one address")
-    if "local" in spaces:
+    if any(m.partition("::")[0] == "local" for i in plain for m in i.modifiers):
         found.append("local memory")
     if (live := live_registers(program)) > SPILLS:
         found.append(f"spills, {live} registers are live at once")

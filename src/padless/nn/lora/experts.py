@@ -28,6 +28,11 @@ MAX_RANK = 256
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
+def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
+    """What B A is multiplied by."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
 class LoraExperts(nn.Module):
     """Frozen experts with low-rank adapters: y = W x + bias + scaling * B (A x) in both projections of every expert.
 
@@ -97,7 +102,7 @@ class LoraExperts(nn.Module):
         self.activations = activations
         self.rank, self.dropout, self.adapters = rank, dropout, names
         self.alpha, self.rslora = alpha, rslora
-        self.scaling = alpha / (math.sqrt(rank) if rslora else rank)
+        self.scaling = scaling_of(rank, alpha, rslora)
         self.active: str | None = names[0]
 
         def made(rows: int, columns: int) -> nn.ParameterDict:

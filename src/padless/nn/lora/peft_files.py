@@ -11,18 +11,18 @@ import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from padless.arguments import is_one_of, shown
 from padless.moe.activation import split_gate_up
-from padless.nn.lora.experts import LoraExperts
+from padless.nn.lora.experts import LoraExperts, scaling_of
 from padless.nn.lora.peft_names import check_adapter, check_tensors, from_peft, to_peft
 from padless.runtime.choices import AdapterLayout
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-LAYOUTS = ("parameters", "modules")
+LAYOUTS: tuple[AdapterLayout, ...] = get_args(AdapterLayout)
 _PREFIX = "base_model.model."
 _PARAMETERS = ("gate_up_proj", "down_proj")
 # What a file may ask for beyond r, lora_alpha and use_rslora, and the values that ask for nothing.
@@ -128,7 +128,7 @@ def _check_config(config: Any, layers: Mapping[str, LoraExperts]) -> None:
     rank, alpha, rslora = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora", False))
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1:
         raise ValueError(f"{_CONFIG} has r = {shown(rank)} and lora_alpha = {shown(alpha)}; they must be numbers")
-    scaling = alpha / (rank**0.5 if rslora else rank)
+    scaling = scaling_of(rank, alpha, rslora)
     for name, module in layers.items():
         if module.rank != rank or abs(module.scaling - scaling) > 1e-9 * abs(scaling):
             raise ValueError(
