@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    """What B A is multiplied by."""
+    """The factor that B A is multiplied by."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
