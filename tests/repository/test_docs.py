@@ -219,3 +219,13 @@ def test_every_kernel_has_pages_and_says_how_it_works_in_1500_words():
         assert words <= 1500, f"{folder}/index.md has {words} words; move what was tried to ladder.md"
         assert (pages / "ladder.md").is_file()
         assert f"({folder}/index.md)" in listed
+
+
+USE = ("timing", "emulator", "emulator_programs")
+HOW = ("timing_internals", "emulator_internals", "emulator_order", "emulator_model")
+
+
+@pytest.mark.parametrize("page", [*USE, *HOW])
+def test_using_and_explaining_the_emulator_take_1200_words_each(page):
+    words = len((DOCS / f"{page}.md").read_text().split())
+    assert words <= 1200, f"docs/{page}.md has {words} words: split it by subject"
