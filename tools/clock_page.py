@@ -1,6 +1,6 @@
 """Tables of the clock in the pages docs/timing_*.md, and whether they are those of today's model.
 
-A tool that makes tables writes them into their page, between <!-- NAME:begin --> and <!-- NAME:end -->, and into a record
+A tool that makes tables writes them into their page, between <!-- NAME:begin --> and <!-- NAME:end -->, and a record
 with a digest of the model: its rates and its code, and the code of the tools that compare. A test holds page and record
 together, and the record's digest beside today's.
 """
