@@ -242,3 +242,21 @@ def test_a_page_explains_in_1200_words(page):
 
 def test_words_of_a_page_are_those_that_were_written():
     assert words_of("a b\n<!-- map:begin -->\nc d e\n<!-- map:end -->\nf") == 3
+
+
+def sentences_of(text: str) -> int:
+    """Words of a page outside tables, headings and blocks of code."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith(("|", "#", "<!--")))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("kernels/*/ladder.md")), ids=lambda page: page.parent.name)
+def test_a_ladder_is_tables_with_short_sentences_around_them(page):
+    text = page.read_text()
+    words = sentences_of(text)
+    assert "\n|---|" in text
+    assert words <= max(250, sum(len(line.split()) for line in text.splitlines() if line[:1] == "|") // 5), words
+
+
+def test_sentences_are_what_is_in_no_table():
+    assert sentences_of("# a b\n\n| c | d |\n|---|---|\n\ne f\n\n```\ng\n```\nh") == 3
