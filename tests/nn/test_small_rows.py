@@ -50,6 +50,8 @@ def test_small_rows_of_a_gradient(blocks: bool) -> None:
         assert min(found) > 23
     name = "128 x 128" if blocks else "1 x 128"
     shown = next(
-        line for line in (ROOT / "docs/training_exactness.md").read_text().splitlines() if line.startswith(f"| {name} |")
+        line
+        for line in (ROOT / "docs/training_exactness.md").read_text().splitlines()
+        if line.startswith(f"| {name} |")
     )
     assert [float(db) for db in shown.split("|")[2:-1]] == pytest.approx(found, abs=0.3)

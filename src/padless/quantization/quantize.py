@@ -283,7 +283,7 @@ def _check_options(
 
 
 def _check_global_scale(given: object) -> None:
-    """Raises ValueError unless every scale is positive, Inf or NaN; values on a GPU are not looked at."""
+    """Raises ValueError unless every scale is positive, Inf or NaN; values on a GPU are not validated."""
     wanted = "global_scale must be a positive number, or a float32 tensor of one for each group"
     if isinstance(given, torch.Tensor):
         if not given.is_floating_point():
