@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -260,3 +261,62 @@ def test_a_ladder_is_tables_with_short_sentences_around_them(page):
 
 def test_sentences_are_what_is_in_no_table():
     assert sentences_of("# a b\n\n| c | d |\n|---|---|\n\ne f\n\n```\ng\n```\nh") == 3
+
+
+# What a reader who knows CUDA and not padless asks, the links that lead there, and what stands at their end.
+WAYS = {
+    "serve a Qwen3-MoE FP8 checkpoint": (
+        ["README.md", "docs/index.md", "docs/frameworks.md"],
+        ["pip install '.[vllm]'", "vllm serve Qwen/Qwen3-30B-A3B-FP8 --quantization padless"],
+    ),
+    "the same in transformers": (
+        ["README.md", "docs/transformers.md"],
+        ["Qwen/Qwen3-30B-A3B-FP8", 'experts_implementation="padless"'],
+    ),
+    "train Qwen3-MoE": (
+        ["README.md", "docs/index.md", "docs/transformers.md"],
+        ["examples/fine_tune_qwen3_moe.py", 'experts_implementation="padless_train"'],
+    ),
+    "train over its FP8 codes": (
+        ["README.md", "docs/index.md", "docs/transformers.md", "docs/adapters.md"],
+        ["LoraExperts"],
+    ),
+    "the kernel of MXFP8 x MXFP4 on a B200": (
+        ["README.md", "docs/index.md", "docs/kernels/sm100_grouped/pairs.md"],
+        ["## MXFP8 x MXFP4", "never measured", "| predicted, us |"],
+    ),
+    "how fast that is believed to be": (
+        ["README.md", "docs/timing_b200.md"],
+        ["# This library on a B200: predicted, never run", "| MXFP8 x MXFP4 prefill, 8 x 2048 rows |"],
+    ),
+}
+
+
+def has_link(page: str, target: str) -> bool:
+    folder = (ROOT / page).parent
+    return (ROOT / target).resolve() in {(folder / link).resolve() for link in LINK.findall((ROOT / page).read_text())}
+
+
+@pytest.mark.parametrize("question", WAYS)
+def test_a_newcomer_finds_the_way_by_links(question):
+    pages, texts = WAYS[question]
+    assert len(pages) <= 4
+    for page, target in pairwise(pages):
+        assert has_link(page, target), f"{page} has no link to {target}"
+    said = "\n".join((ROOT / page).read_text() for page in pages[1:])
+    assert [text for text in texts if text not in said] == []
+
+
+def test_a_link_that_is_not_there_is_seen():
+    assert has_link("docs/kernels/README.md", "docs/kernels/sm90_fp8/index.md")
+    assert not has_link("docs/kernels/README.md", "docs/transformers.md")
+
+
+def test_predicted_times_of_a_page_are_those_of_the_clock():
+    """Of MXFP8 x MXFP4: the page of the kernel repeats two lines of the generated table."""
+    table = (DOCS / "timing_b200.md").read_text()
+    page = (DOCS / "kernels/sm100_grouped/pairs.md").read_text()
+    lines = re.findall(r"^\| MXFP8 x MXFP4 [^|]* \|[^|]*\|[^|]*\| ([^|]*) \|[^|]*\| ([^|]*) \|", table, re.MULTILINE)
+    assert len(lines) == 2
+    for predicted, light in lines:
+        assert f"| {predicted} | {light} |" in page
