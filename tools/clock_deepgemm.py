@@ -5,8 +5,8 @@
 FOLDER is a tree of DeepGEMM 2.6.1 with third-party/cutlass, by default .peers/DeepGEMM; nvcc compiles its FP8 kernel
 with the template arguments of its own host code. The kernel's product is checked in the emulator, short runs are timed,
 and calls on padded groups and of one product are predicted with the rates as they are. Without the sources or nvcc it
-says so and ends. --write puts the tables into docs/timing.md and the record beside it. --launch-files leaves PTX and a
-launch file of each configuration instead, for ``padless emulate --time``.
+says so and ends. --write puts the tables into docs/timing_deepgemm.md and writes the record. --launch-files leaves
+PTX and a launch file of each configuration instead, for ``padless emulate --time``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tools/clock_examine.py [--fit] [--units RECORD] [--formats] [--out docs/measured/clock/DATE.jsonl]
 
-Prints the tables of docs/timing.md and writes a record; with --write both are written in their places. --fit fits the
+Prints the tables of docs/timing_errors.md and writes a record; with --write both are put in place. --fit fits the
 chip's rates of whole calls to the fitting set again and says what they would be; without it the rates are those of
 padless.emulator.timing.rates. --units takes the rates of Hopper's units from a record of `padless bench units` first.
 --formats takes two minutes more.

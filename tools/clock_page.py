@@ -1,6 +1,6 @@
-"""Tables of the clock in docs/timing.md, and whether they are those of today's model.
+"""Tables of the clock in the pages docs/timing_*.md, and whether they are those of today's model.
 
-A tool that makes tables writes them into the page, between <!-- NAME:begin --> and <!-- NAME:end -->, and into a record
+A tool that makes tables writes them into their page, between <!-- NAME:begin --> and <!-- NAME:end -->, and a record
 with a digest of the model: its rates and its code, and the code of the tools that compare. A test holds page and record
 together, and the record's digest beside today's.
 """
@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "timing.md"
+PAGES = {
+    "examination": ROOT / "docs" / "timing_errors.md",
+    "deepgemm": ROOT / "docs" / "timing_deepgemm.md",
+    "sm100": ROOT / "docs" / "timing_b200.md",
+}  # of each block
 TIMING = ROOT / "src" / "padless" / "emulator" / "timing"
 # Of a run, after it; kernel.py reckons with what runs say and is examined by its own tests.
 SHOWN_ONLY = ("picture.py", "report.py", "trace.py", "diagnosis.py", "kernel.py", "__init__.py")
@@ -60,15 +64,16 @@ def _marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
 
 
-def read_block(name: str, page: Path = PAGE) -> list[str]:
-    """Lines between a page's marks."""
+def read_block(name: str, page: Path | None = None) -> list[str]:
+    """Lines between the marks of a block, in its page."""
     begin, end = _marks(name)
-    return page.read_text().split(begin)[1].split(end)[0].rstrip("\n").split("\n")
+    return (page or PAGES[name]).read_text().split(begin)[1].split(end)[0].rstrip("\n").split("\n")
 
 
-def write_block(name: str, lines: list[str], page: Path = PAGE) -> None:
-    """Lines put between a page's marks in place of what is there."""
+def write_block(name: str, lines: list[str], page: Path | None = None) -> None:
+    """Lines put between the marks of a block, in its page, in place of what is there."""
     begin, end = _marks(name)
+    page = page or PAGES[name]
     text = page.read_text()
     head, rest = text.split(begin)
     page.write_text(head + begin + "\n".join(lines).strip("\n") + "\n" + end + rest.split(end)[1])

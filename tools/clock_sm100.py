@@ -1,6 +1,6 @@
 """Predictions of the clock for this library's Blackwell kernels on a B200, which they have never run on.
 
-    python tools/clock_sm100.py            the tables of docs/timing.md
+    python tools/clock_sm100.py            the tables of docs/timing_b200.md
     python tools/clock_sm100.py --write    the same, put into the page and a record
     python tools/clock_sm100.py --tiles    cycles of every tile: the tables that ``select_config`` goes by
 

@@ -1,4 +1,4 @@
-"""The table of docs/emulator.md that compares cuDNN's kernel with padless's, from the newest record.
+"""The table of docs/emulator_foreign.md that compares cuDNN's kernel with padless's, from the newest record.
 
 `python tools/cudnn_table.py --write` writes it anew.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = Path("docs/emulator.md")
+PAGE = Path("docs/emulator_foreign.md")
 BEGIN, END = "<!-- cudnn:begin -->\n", "<!-- cudnn:end -->"
 
 

@@ -1,6 +1,6 @@
 """Families of transformers whose experts padless computes: a tiny random model of each, and the table in docs.
 
-    python tools/transformers_families.py            # writes the table of docs/transformers.md; some minutes on one core
+    python tools/transformers_families.py            # writes docs/transformers_families.md; minutes on a core
     python tools/transformers_families.py zaya dots1  # prints the rows of these
 
 A family is a folder of transformers' models that dispatches experts by experts_implementation. Of each a model of two
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from padless.integrations.transformers import NAME as PADLESS
 from padless.integrations.transformers import TRAIN_NAME, quantize_experts
 
-PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[1] / "docs" / "transformers_families.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 LARGEST = 60_000_000  # parameters: what a configuration did not make tiny is not built
 BOUND, GRADIENT_BOUND = 0.12, 0.25

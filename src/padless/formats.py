@@ -2,7 +2,7 @@
 
 A block-scaled tensor stores small codes and, for every block of them, one decode scale: value = code * scale (times a
 global scale where the format has one). `BlockScaledFormat` is the description, `BlockScaledTensor` the data with it.
-The rules that turn values into codes and scales are in `padless.quantize`; docs/formats.md has both.
+The rules that turn values into codes and scales are in `padless.quantize`; docs/formats_rules.md has both.
 """
 
 from __future__ import annotations

@@ -65,9 +65,9 @@ def test_the_second_tenant_does_not_see_the_first_ones_unit(monkeypatch: pytest.
 
 
 def test_what_an_h200_measured():
-    """The record that docs/training.md shows: right recipes hold, and no planted fault does."""
+    """The record that docs/training_exactness.md shows: right recipes hold, and no planted fault does."""
     record = json.loads((ROOT / "docs/measured/2026-11-22-h200-train-demo-tenants.json").read_text())
-    shown = (ROOT / "docs/training.md").read_text()
+    shown = (ROOT / "docs/training_exactness.md").read_text()
     held = {}
     for run in record["runs"]:
         curves = [demo.Curve(**curve) for curve in run["curves"]]

@@ -172,14 +172,14 @@ def test_the_judge_of_parity():
 
 
 def test_what_an_h200_measured():
-    """The record that docs/training.md shows: every recipe holds, and of the planted faults two do not."""
+    """The record that docs/training_exactness.md shows: every recipe holds, and of the planted faults two do not."""
     record = json.loads((ROOT / "docs/measured/2026-11-22-h200-train-demo.json").read_text())
     curves = [demo.Curve(**curve) for curve in record["curves"]]
     training = demo.Training(ModelSize(**record["size"]), record["source"], record["device"], curves, 0.0)
     found = {verdict.recipe: verdict.holds for verdict in verdicts(training)}
     assert found.pop("128 x 128 of dY in dgrad"), "which so short a run cannot tell"
     assert {name for name, holds in found.items() if not holds} == set(loss_parity.FAULTS) & set(found)
-    shown = (ROOT / "docs/training.md").read_text()
+    shown = (ROOT / "docs/training_exactness.md").read_text()
     for verdict in verdicts(training):
         seeds = ", ".join(f"{d:+.2%}" for d in verdict.by_seed)
         assert f"| {verdict.difference:+.2%} | {seeds} |" in shown, verdict.recipe
@@ -200,7 +200,7 @@ def test_planted_faults_change_what_is_learned():
 
 
 PARITY_STEPS, SEEDS = 120, (0, 1, 2)
-LIMIT = 0.01  # of a model this small; docs/training.md has the large one
+LIMIT = 0.01  # of a model this small; docs/training_exactness.md has the large one
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def parity() -> demo.Training:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_1d1d"])
 def test_fp8_ends_where_bf16_does(parity: demo.Training, recipe: str):
-    """A model this small learns as well with faults planted: docs/training.md has one that does not."""
+    """A model this small learns as well with faults planted: docs/training_exactness.md has one that does not."""
     difference = parity.difference(recipe, "bf16")
     assert abs(difference) < LIMIT, difference
     assert abs(difference) < 2 * parity.spread("bf16"), (difference, parity.spread("bf16"))

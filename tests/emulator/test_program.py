@@ -35,7 +35,7 @@ def test_a_program_of_the_driver_and_nvrtc_runs_and_the_page_shows_what_it_print
     done = emulate(LESSON, tmp_path)
     assert (done.returncode, done.stdout) == (0, "largest error: 0\n"), done.stderr
     launched, end = done.stderr.splitlines()
-    page = (ROOT / "docs" / "emulator.md").read_text()
+    page = (ROOT / "docs" / "emulator_programs.md").read_text()
     for line in (launched.rpartition(",")[0], end):  # but for the seconds
         assert line in page
     assert f"--program {LESSON.relative_to(ROOT)}" in page

@@ -1,4 +1,4 @@
-"""The table of families in docs/transformers.md is what tiny models of them do."""
+"""The table of families in docs/transformers_families.md is what tiny models of them do."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def sqnr_of_small_rows(power: int, blocks: bool) -> float:
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["1 x 128", "128 x 128"])
 def test_small_rows_of_a_gradient(blocks: bool) -> None:
-    """The lines of docs/training.md. A scale of their own keeps them; one of 128 rows loses them from 2^14 on."""
+    """The lines of docs/training_exactness.md. A scale a row keeps them; one of 128 rows loses them from 2^14 on."""
     found = [sqnr_of_small_rows(power, blocks) for power in POWERS]
     if blocks:
         assert found[0] > 22
@@ -50,6 +50,8 @@ def test_small_rows_of_a_gradient(blocks: bool) -> None:
         assert min(found) > 23
     name = "128 x 128" if blocks else "1 x 128"
     shown = next(
-        line for line in (ROOT / "docs/training.md").read_text().splitlines() if line.startswith(f"| {name} |")
+        line
+        for line in (ROOT / "docs/training_exactness.md").read_text().splitlines()
+        if line.startswith(f"| {name} |")
     )
     assert [float(db) for db in shown.split("|")[2:-1]] == pytest.approx(found, abs=0.3)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -210,12 +211,112 @@ def test_a_name_of_nothing_is_seen():
 WITHOUT_PAGES = {"unit_probe", "device", "wgmma_probe"}
 
 
-def test_every_kernel_has_pages_and_says_how_it_works_in_1500_words():
+LIMIT = 1200  # words of a page that explains something
+
+
+def words_of(text: str) -> int:
+    """Words of a page without what a tool drew into it."""
+    return len(re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL).split())
+
+
+def test_every_kernel_has_pages():
     kernels = {path.parent.name for path in (ROOT / "src/padless/kernels").glob("*/*.cu")} - WITHOUT_PAGES
     listed = (DOCS / "kernels" / "README.md").read_text()
     for folder in sorted({*kernels, "quant_epilogue"}):
-        pages = DOCS / "kernels" / folder
-        words = len((pages / "index.md").read_text().split())
-        assert words <= 1500, f"{folder}/index.md has {words} words; move what was tried to ladder.md"
-        assert (pages / "ladder.md").is_file()
+        assert (DOCS / "kernels" / folder / "index.md").is_file()
+        assert (DOCS / "kernels" / folder / "ladder.md").is_file()
         assert f"({folder}/index.md)" in listed
+
+
+# Pages that explain: how kernels and the emulator work, and how to use the emulator and its clock.
+EXPLAINING = [path for path in sorted(DOCS.glob("kernels/*/*.md")) if path.name != "ladder.md"]
+EXPLAINING += [*sorted(DOCS.glob("walkthrough*.md")), *sorted(DOCS.glob("architecture*.md"))]
+EXPLAINING += [DOCS / f"timing{part}.md" for part in ("", "_internals")]
+EXPLAINING += [DOCS / f"emulator{part}.md" for part in ("", "_programs", "_internals", "_order", "_model")]
+
+
+@pytest.mark.parametrize("page", EXPLAINING, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_explains_in_1200_words(page):
+    words = words_of(page.read_text())
+    assert words <= LIMIT, f"{words} words: split it by subject, and move what was tried to ladder.md"
+
+
+def test_words_of_a_page_are_those_that_were_written():
+    assert words_of("a b\n<!-- map:begin -->\nc d e\n<!-- map:end -->\nf") == 3
+
+
+def sentences_of(text: str) -> int:
+    """Words of a page outside tables, headings and blocks of code."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return sum(len(line.split()) for line in text.splitlines() if not line.startswith(("|", "#", "<!--")))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("kernels/*/ladder.md")), ids=lambda page: page.parent.name)
+def test_a_ladder_is_tables_with_short_sentences_around_them(page):
+    text = page.read_text()
+    words = sentences_of(text)
+    assert "\n|---|" in text
+    assert words <= max(250, sum(len(line.split()) for line in text.splitlines() if line[:1] == "|") // 5), words
+
+
+def test_sentences_are_what_is_in_no_table():
+    assert sentences_of("# a b\n\n| c | d |\n|---|---|\n\ne f\n\n```\ng\n```\nh") == 3
+
+
+# What a reader who knows CUDA and not padless asks, the links that lead there, and what stands at their end.
+WAYS = {
+    "serve a Qwen3-MoE FP8 checkpoint": (
+        ["README.md", "docs/index.md", "docs/frameworks.md"],
+        ["pip install '.[vllm]'", "vllm serve Qwen/Qwen3-30B-A3B-FP8 --quantization padless"],
+    ),
+    "the same in transformers": (
+        ["README.md", "docs/transformers.md"],
+        ["Qwen/Qwen3-30B-A3B-FP8", 'experts_implementation="padless"'],
+    ),
+    "train Qwen3-MoE": (
+        ["README.md", "docs/index.md", "docs/transformers.md"],
+        ["examples/fine_tune_qwen3_moe.py", 'experts_implementation="padless_train"'],
+    ),
+    "train over its FP8 codes": (
+        ["README.md", "docs/index.md", "docs/transformers.md", "docs/adapters.md"],
+        ["LoraExperts"],
+    ),
+    "the kernel of MXFP8 x MXFP4 on a B200": (
+        ["README.md", "docs/index.md", "docs/kernels/sm100_grouped/pairs.md"],
+        ["## MXFP8 x MXFP4", "never measured", "| predicted, us |"],
+    ),
+    "how fast that is believed to be": (
+        ["README.md", "docs/timing_b200.md"],
+        ["# This library on a B200: predicted, never run", "| MXFP8 x MXFP4 prefill, 8 x 2048 rows |"],
+    ),
+}
+
+
+def has_link(page: str, target: str) -> bool:
+    folder = (ROOT / page).parent
+    return (ROOT / target).resolve() in {(folder / link).resolve() for link in LINK.findall((ROOT / page).read_text())}
+
+
+@pytest.mark.parametrize("question", WAYS)
+def test_a_newcomer_finds_the_way_by_links(question):
+    pages, texts = WAYS[question]
+    assert len(pages) <= 4
+    for page, target in pairwise(pages):
+        assert has_link(page, target), f"{page} has no link to {target}"
+    said = "\n".join((ROOT / page).read_text() for page in pages[1:])
+    assert [text for text in texts if text not in said] == []
+
+
+def test_a_link_that_is_not_there_is_seen():
+    assert has_link("docs/kernels/README.md", "docs/kernels/sm90_fp8/index.md")
+    assert not has_link("docs/kernels/README.md", "docs/transformers.md")
+
+
+def test_predicted_times_of_a_page_are_those_of_the_clock():
+    """Of MXFP8 x MXFP4: the page of the kernel repeats two lines of the generated table."""
+    table = (DOCS / "timing_b200.md").read_text()
+    page = (DOCS / "kernels/sm100_grouped/pairs.md").read_text()
+    lines = re.findall(r"^\| MXFP8 x MXFP4 [^|]* \|[^|]*\|[^|]*\| ([^|]*) \|[^|]*\| ([^|]*) \|", table, re.MULTILINE)
+    assert len(lines) == 2
+    for predicted, light in lines:
+        assert f"| {predicted} | {light} |" in page

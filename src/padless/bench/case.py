@@ -1,7 +1,7 @@
 """The benchmarks: a `Case` for each, by which `padless bench`, its runs and its reports know it.
 
 What a benchmark does is its module `padless.bench.cases.<name>`, which is imported when it is needed: this one imports
-nothing, so that the command line can name them all at once. Such a module has
+nothing, so that the command line can name them all immediately. Such a module has
 
     grid(name, seed)                   the points of a named grid: dataclasses
     measure_at(session, point)         the record of a point

@@ -45,7 +45,7 @@ COMPARISONS = (
     (f"{COPY} / padless", "gpu", COPY, "padless"),
     (f"{READ} / padless", "gpu", READ, "padless"),
 )
-# What these comparisons set padless against that is nobody's product of the same matrices.
+# What these comparisons set padless against that is no product of the same matrices.
 NOT_PEERS = ("pad_then_padless", "floor", COPY, READ)
 
 
@@ -60,7 +60,7 @@ class ResultFile:
         self.path = Path(path)
         self.records = read_records(self.path) if self.path.exists() else []
         data = self.path.read_bytes() if self.path.exists() else b""
-        if data and not data.endswith(b"\n"):  # a last line that was cut: what is appended starts a line of its own
+        if data and not data.endswith(b"\n"):  # a last line that was cut: what is appended starts a new line
             self.path.write_bytes(data[: data.rfind(b"\n") + 1])
 
     def append(self, record: Record) -> None:

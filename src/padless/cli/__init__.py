@@ -1,4 +1,4 @@
-"""The `padless` command. Every sub-command imports what it needs itself, so that --help answers at once."""
+"""The `padless` command. Every sub-command imports what it needs itself, so that --help answers immediately."""
 
 from __future__ import annotations
 

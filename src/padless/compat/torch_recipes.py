@@ -97,7 +97,7 @@ def columns(
 ) -> tuple[GroupedColumns, GroupedColumns]:
     """mat_a (M, T) and mat_b (T, N), groups side by side along T, as the operands of `padless.grouped_gemm_wgrad`.
 
-    Raises ValueError; where groups end is looked at on a CPU alone.
+    Raises ValueError; where groups end is checked on a CPU alone.
     """
     a, b = mats
     if names(recipes[0]) != ROWS or names(recipes[1]) not in (ROWS, SQUARES):
@@ -160,7 +160,7 @@ def names(value: Any) -> str:
 
 
 def _format(name: str, mat: torch.Tensor, recipe: Any, allowed: tuple[str, ...]) -> BlockScaledFormat:
-    """The format of the codes by their recipe; NVFP4 may have a scale per tensor or group besides."""
+    """The format of the codes by their recipe; NVFP4 may have a scale per tensor or group as well."""
     first, _, others = names(recipe).partition("+")
     if first not in allowed or others not in ("", "TensorWise" if first == "BlockWise1x16" else ""):
         supported = ", ".join(f"ScalingType.{one}" for one in allowed)

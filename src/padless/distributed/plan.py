@@ -10,7 +10,7 @@ from padless.moe import ops
 
 
 class ExpertPlan(NamedTuple):
-    """Result of a dispatch beside the rows, and what a combine needs; tensors only.
+    """Result of a dispatch without the rows, and what a combine needs; tensors only.
 
     R ranks, at most Tmax tokens each with k slots, Eloc experts on this rank, C rows of capacity.
 

@@ -25,7 +25,7 @@ class Machine:
     memory: bytes read and written.
     fixed_dispatch, fixed_combine: launches and signals.
     unhidden_store, unhidden_sum: share of storing rows by expert, and of reading them again for the sum, that takes time
-        beside the transfer.
+        on top of the transfer.
     """
 
     link: float = 350.0

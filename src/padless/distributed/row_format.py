@@ -47,7 +47,7 @@ class RowFormat:
 
     @property
     def placed_columns(self) -> int:
-        """MN-major scales of a row; 0 where scales lie beside each other."""
+        """MN-major scales of a row; 0 where scales lie next to each other."""
         return self.scale_columns if self.scale_major == "mn" and self.format == FP8_BLOCK else 0
 
     @property

@@ -23,11 +23,11 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.layouts import empty_mn_major
 
 PROGRAMS_PER_SM = 8
-SHARE_OF_PUBLISH = 3 / 8  # of these programs, so that there is room for the sort beside it
+SHARE_OF_PUBLISH = 3 / 8  # of these programs, so that there is room for the concurrent sort
 SHARE_OF_FINISH = 2
 LOCALIZE_BLOCK = 1024
 IDS_AT_ONCE = 1024  # of `publish_ids`
-COLUMNS = 1024  # of a row that a program sums at once
+COLUMNS = 1024  # of a row that a program sums together
 ITEMS_OF_TWO_WARPS = 32  # of them that a program has at least where two warps sum faster than four
 VIRTUAL_PROGRAMS = 3
 VIRTUAL_POLLS = 3
@@ -79,7 +79,7 @@ class SymmBackend:
             return self.receive(self.publish(tokens, ids, weights, global_scale), global_scale)
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
-        with torch.cuda.stream(self._side):  # beside the quantization of the rows
+        with torch.cuda.stream(self._side):  # concurrent with the quantization of the rows
             kept_ids = self.publish_ids(ids, weights)
             found = self.sort()
         self.publish_rows(tokens, global_scale)

@@ -31,7 +31,7 @@ class Layout:
     listed: 2 x R cells {epoch, T}: ids and weights of a dispatch are there. By parity of the epoch, as a
         fast rank may be one ahead.
     published: 2 x R cells {epoch, T}: rows of a dispatch are there. A dispatch by an earlier plan has rows and
-        no ids, so that each has epochs of its own.
+        no ids, so that each has separate epochs.
     summed: R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
         partial sums, so that the next may be stored. aborted: one cell, 1 + the rank that did not answer.
     ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.

@@ -9,7 +9,7 @@ Layouts under a prefix P (all that `padless.checkpoints.Checkpoint` knows, and F
 one by one   P.{i}.gate_proj, P.{i}.up_proj, P.{i}.down_proj; Mixtral's and MiniMax' P.{i}.w1 (gate), w3 (up), w2; a
              layer without a gate has no gate_proj. Each in FP8 blocks (.weight, .weight_scale_inv or .scale), FP4 or
              MXFP8 with a power of two for each 32 values (the same names), compressed-tensors, ModelOpt or torchao.
-at once      P.gate_up_proj and P.down_proj with .._scale_inv beside them, (E, 2 I, H) gate above up, as transformers
+at once      P.gate_up_proj and P.down_proj with .._scale_inv next to them, (E, 2 I, H) gate above up, as transformers
              saves; P.up_proj where there is no gate.
 gpt-oss      P.gate_up_proj_blocks, _scales and _bias, P.down_proj_..; rows of gate and up alternate.
 """

@@ -1,6 +1,6 @@
 """Codes of a trainer written into a running engine's experts: `load_codes`; and `refresh`, after an engine's own writes.
 
-What an engine's plug-in keeps beside the parameters: FP4 scales in the tiles that kernels read, biases in float32,
+What an engine's plug-in keeps next to the parameters: FP4 scales in the tiles that kernels read, biases in float32,
 scales that files have in 16 bits. CUDA graphs read these too, so they are written again where they lie.
 """
 

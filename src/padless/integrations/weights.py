@@ -91,7 +91,7 @@ def is_on_gpu(t: BlockScaledTensor) -> bool:
 
 
 def activations_for(weights: BlockScaledTensor) -> str:
-    """Name of the format for activations beside the weights, "BF16" for none.
+    """Name of the format for activations with the weights, "BF16" for none.
 
     FP4 weights take bfloat16 activations on Hopper, MXFP4 ones as the models were made for; where no kernel does, MXFP4
     weights take MXFP8. The others take their own format.
@@ -104,7 +104,7 @@ def activations_for(weights: BlockScaledTensor) -> str:
 
 
 class Derived(Protocol):
-    """Weights built from the parameters of one layer, with copies of their own that CUDA graphs may read."""
+    """Weights built from the parameters of one layer, with copies that CUDA graphs may read."""
 
     @property
     def sources(self) -> tuple[torch.Tensor | None, ...]:

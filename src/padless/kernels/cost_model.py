@@ -2,7 +2,7 @@
 
 A kernel's time is that of a queue: every CTA (or cluster) takes the next tile when it is free. ``simulate`` plays that
 queue for known group sizes. ``estimate_ns`` gives its mean when the sizes are unknown, which is what a choice of tile
-has to go by: they are on the device. docs/kernels/sm90_fp8/ladder.md compares both with measured times.
+has to go by: they are on the device. docs/kernels/sm90_fp8/cost_model.md compares both with measured times.
 """
 
 from __future__ import annotations

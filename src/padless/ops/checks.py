@@ -38,7 +38,7 @@ def describe(value: object) -> str:
 
 
 def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: torch.Tensor | None) -> None:
-    """Raises ValueError for what can be seen without looking at values, whatever computes the product."""
+    """Raises ValueError for what can be checked without reading values, whatever computes the product."""
     _check_kinds(operation, a, b)
     (m, k) = a.logical_shape if isinstance(a, BlockScaledTensor) else a.shape
     num_groups, n, b_k = b.logical_shape

@@ -1,6 +1,6 @@
 """A grouped GEMM with an epilogue in one launch: check sizes, make outputs, find a kernel, prepare, launch.
 
-Calls in any words end here. The arithmetic is defined in padless.epilogue.
+Common path of all fused calls. The arithmetic is defined in padless.epilogue.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def compute(
     check_offs: bool = False,
 ) -> None:  # fmt: skip
     """Computes every output of ``epilogue`` into ``tensors``, which has them all; operands as ``prepare`` takes them.
-    m_aligned and check_offs are for a traced call, which looks at values when it runs."""
+    m_aligned and check_offs are for a traced call, which reads values when it runs."""
     if is_traced(data_of(a)):
         traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, stream, m_aligned, check_offs)
         return

@@ -42,7 +42,7 @@ _MOST_OUTPUTS = 256
 def group_offsets(sizes: Sequence[int] | torch.Tensor) -> torch.Tensor:
     """Cumulative end rows of groups of the given sizes: int32, on the device of ``sizes`` (the CPU for a list).
 
-    Raises ValueError for sizes that are negative or do not fit; those on a GPU are not looked at, since that would wait.
+    Raises ValueError for sizes that are negative or do not fit; those on a GPU are not validated (would synchronize).
 
     Example: sizes [3, 0, 2] give [3, 3, 5].
     """
@@ -82,7 +82,7 @@ def grouped_gemm(
         a: activations, data (M, K) in values: FP8_BLOCK, MXFP8, MXFP4 or NVFP4, scales in any of the format's layouts,
             or a plain bfloat16 tensor. M may be 0; K is a multiple of 16 where b is FP8_BLOCK, else of 32.
         b: weights, data (G, N, K) in values. N is a multiple of 8 (of 4 for float32 output). docs/supported.md lists the
-            pairs of formats that have a kernel on each architecture. Beside plain activations a plain bfloat16 tensor
+            pairs of formats that have a kernel on each architecture. With plain activations a plain bfloat16 tensor
             too: then K is a multiple of 8, and K or N is contiguous (``w.transpose(1, 2)`` of weights (G, K, N), as an
             input gradient has them, is read in place).
         offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group. G is at
@@ -92,11 +92,11 @@ def grouped_gemm(
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.
         backend: "cuda", "reference", "emulator" (Hopper's kernels on the CPU), "emulator:sm_100a" (Blackwell's), or
             None: the GPU's kernel for tensors on a GPU, else the reference.
-        check_offs: look at the values of offs first (this synchronises with the device). Without it a decreasing,
+        check_offs: validate the values of offs first (this synchronises with the device). Without it a decreasing,
             negative or too large value gives a wrong result on a GPU and in the emulator, but never an access outside
             the tensors. The reference looks every time.
-        config: the kernel to use in place of the one that is picked (Sm90Fp8Config for FP8_BLOCK; each kernel has a
-            class of its own); what has to follow from the operands, such as the output dtype, is taken from them. The
+        config: the kernel to use in place of the one that is picked (Sm90Fp8Config for FP8_BLOCK; each kernel has
+            its own class); what has to follow from the operands, such as the output dtype, is taken from them. The
             class itself chooses the kernel and leaves the tile to it: Sm90Bf16Config for MXFP8 on Hopper, see below.
 
     Returns:
@@ -184,7 +184,7 @@ def _run(
     if launches is None:
         check_operands(operation, a, weights, offs)
     if is_traced(data_of(a)):
-        result = output(a, weights, out, out_dtype, any_n=True)  # kernels differ in it: looked at when the program runs
+        result = output(a, weights, out, out_dtype, any_n=True)  # kernels differ in it: read when the program runs
         return traced.product(a, b, offs, result, backend, check_offs, config)
     backend = chosen_backend(backend, data_of(a))
     if backend == "reference":

@@ -43,7 +43,7 @@ def grouped_gemm_epilogue(
         backend: as in grouped_gemm.
         config: as in grouped_gemm.
         stream: handle of the CUDA stream to launch on, None for torch's current one.
-        check_offs: look at the values of offs first, and whether they are multiples of m_aligned. This synchronises.
+        check_offs: validate the values of offs first, and whether they are multiples of m_aligned. This synchronises.
 
     Returns:
         ``tensors`` with every output of ``epilogue``. Rows at or past offs[-1] are left as they are; new scales in

@@ -93,7 +93,7 @@ def grouped_gemm_plain(
 
 
 def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raises ValueError for what can be seen without looking at values; b (G, N, K)."""
+    """Raises ValueError for what can be checked without reading values; b (G, N, K)."""
     for name, tensor, rank, shape in (("a", a, 2, "(M, K)"), ("b", b, 3, "(G, N, K)")):
         if tensor.dtype != torch.bfloat16:
             raise ValueError(

@@ -127,7 +127,7 @@ def _of_copies(
 
 
 def _check_operands(dy: GroupedColumns, x: GroupedColumns) -> None:
-    """Raises ValueError for what can be seen without looking at values."""
+    """Raises ValueError for what can be checked without reading values."""
     for name, operand in (("dy", dy), ("x", x)):
         if not isinstance(operand, GroupedColumns):
             raise ValueError(

@@ -68,7 +68,7 @@ def grouped_gemm_wgrad_rows(
 
 
 def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor | None) -> torch.Tensor:
-    """``offs``. Raises ValueError for what can be seen without looking at values."""
+    """``offs``. Raises ValueError for what can be checked without reading values."""
     for name, rows in (("dy", dy), ("x", x)):
         if rows.dim() != 2 or rows.dtype != torch.bfloat16:
             raise ValueError(f"{name} must be (M, features) bfloat16, or GroupedColumns, got {describe(rows)}")

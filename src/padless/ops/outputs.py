@@ -1,7 +1,7 @@
 """Outputs that a caller gives: torch may write them, and they lie apart from all that is read, and from each other.
 
 By addresses alone, so that views of one storage, and tensors that other libraries made of the same memory, are alike.
-Addresses are facts that a remembered launch is found again by, so they are looked at when a launch is packed and never
+Addresses are facts that a remembered launch is found again by, so they are read when a launch is packed and never
 when it is repeated.
 """
 

@@ -62,7 +62,7 @@ def is_without_tokens(out: torch.Tensor, accumulate: bool, tokens: int) -> bool:
 
 
 def check_gradient_of_kernel(out: torch.Tensor) -> None:
-    """Raises ValueError unless the copy engine can store the rows of ``out``."""
+    """Raises ValueError unless TMA can store the rows of ``out``."""
     strides = [out.stride(i) * out.element_size() for i in (0, 1) if out.shape[i] > 1]
     if any(stride % 16 for stride in strides) or out.data_ptr() % 16 != 0:
         raise ValueError(

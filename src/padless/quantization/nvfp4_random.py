@@ -1,4 +1,4 @@
-"""NVFP4 for gradients: codes rounded by chance, without bias, and the random Hadamard transform ahead of it."""
+"""NVFP4 for gradients: stochastic rounding without bias, and the random Hadamard transform ahead of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from padless.runtime.operators import register_operator
 def quantize_nvfp4_stochastic(
     x: torch.Tensor, *, seed: int | torch.Tensor, global_scale: torch.Tensor | None = None
 ) -> BlockScaledTensor:
-    """NVFP4 activations of x as ``quantize(x, NVFP4)`` makes them, with codes rounded up or down by chance.
+    """NVFP4 activations of x as ``quantize(x, NVFP4)`` makes them, with stochastic rounding of codes.
 
     x: (M, K) bfloat16, float16 or float32, any strides, K even.
     seed: an int of 64 bits, or a () int64 tensor on x's device (a CUDA graph then sees new ones). The same seed gives

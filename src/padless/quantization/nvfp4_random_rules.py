@@ -69,7 +69,7 @@ def to_e2m1(y: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def nvfp4_stochastic(x: torch.Tensor, seed: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8, one per element; scale bytes uint8) of x (M, K): NVFP4's rule "te" with codes rounded by chance.
+    """(codes uint8, one per element; scale bytes uint8) of x (M, K): NVFP4's rule "te" with stochastic rounding.
 
     factors: (2,), `quantize_rules.nvfp4_factors`.
     """

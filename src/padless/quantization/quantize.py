@@ -78,7 +78,7 @@ def quantize(
     rows: (R,) int32 or int64, for activations: the result is quantize(x[rows], ..), bit for bit, without the copy.
         Values outside of x's rows count as the nearest row. NVFP4 must be given its global scale then.
 
-    The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats.md. In short: a block with
+    The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats_rules.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
     """
     check_readable(x=x, global_scale=global_scale, offs=offs, rows=rows)
@@ -283,7 +283,7 @@ def _check_options(
 
 
 def _check_global_scale(given: object) -> None:
-    """Raises ValueError unless every scale is positive, Inf or NaN; values on a GPU are not looked at."""
+    """Raises ValueError unless every scale is positive, Inf or NaN; values on a GPU are not validated."""
     wanted = "global_scale must be a positive number, or a float32 tensor of one for each group"
     if isinstance(given, torch.Tensor):
         if not given.is_floating_point():

@@ -1,1 +1,1 @@
-"""References: slow, exact products and epilogues on the CPU, which judge the kernels."""
+"""References: slow, exact products and epilogues on the CPU, the exact oracle of the kernels."""

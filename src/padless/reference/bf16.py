@@ -1,6 +1,6 @@
-"""Products of plain bfloat16 operands on the CPU or GPU, slow and obvious: what Hopper's bf16 kernels are judged by.
+"""Products of plain bfloat16 operands on the CPU or GPU, slow and obvious: the oracle of Hopper's bf16 kernels.
 
-Shares nothing with what it judges. Three accumulations:
+Shares nothing with what it checks. Three accumulations:
 
 "tensor_core"  what Hopper computes, bit for bit: the tensor core adds 16 products at a time to a float32 sum, in order
                (``multiply_accumulate``).
@@ -15,7 +15,7 @@ import torch
 from padless.reference.gemm import group_rows, power_of_two, round_to
 
 ACCUMULATIONS = ("tensor_core", "float32", "float64")
-STEP = 16  # products that the tensor core adds at once
+STEP = 16  # products that the tensor core adds together
 _FRACTION = 25  # fractional bits, of the largest term, that it keeps of every term
 _SIGNIFICANT = 24  # bits that it keeps of a sum
 _LEAST = -149  # exponent of the smallest float32 number

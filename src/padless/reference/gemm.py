@@ -1,6 +1,6 @@
-"""Grouped and dense GEMM on the CPU, slow, obvious and exact where it can be: what the kernels are judged by.
+"""Grouped and dense GEMM on the CPU, slow, obvious and exact where it can be: the oracle of the kernels.
 
-Shares nothing with what it judges: it decodes the operands and works out the groups by itself. Operands of
+Shares nothing with what it checks: it decodes the operands and works out the groups by itself. Operands of
 any two formats, of the same K.
 
 Two accumulations:

@@ -1,6 +1,6 @@
-"""Weight gradients on the CPU or GPU, slow and obvious: what the weight-gradient kernel is judged by.
+"""Weight gradients on the CPU or GPU, slow and obvious: the oracle of the weight-gradient kernel.
 
-Shares nothing with what it judges: it finds the groups' tokens and scales by itself.
+Shares nothing with what it checks: it finds the groups' tokens and scales by itself.
 
 Three accumulations:
 
@@ -20,7 +20,7 @@ from padless.reference.gemm import fma_float32, group_rows, power_of_two, round_
 
 ACCUMULATIONS = ("tensor_core", "fp8_block", "float64")
 _BLOCK = 128  # tokens that share a scale
-_STEP = 32  # tokens that the tensor core sums at once
+_STEP = 32  # tokens that the tensor core sums together
 _FRACTION = 13  # fractional bits, of the largest term, that the tensor core keeps of every term and of a sum
 _CHUNK = 1 << 24  # elements of a temporary tensor
 

@@ -29,7 +29,7 @@ class Backend:
 
 
 def backends() -> dict[str, Backend]:
-    """Every backend by name: "cuda" (the kernels), an emulator for each architecture that has kernels of its own (those
+    """Every backend by name: "cuda" (the kernels), an emulator for each architecture with separate kernels (those
     kernels on the CPU), "reference" (torch)."""
     found = (
         _cuda(),

@@ -314,7 +314,7 @@ class CudaLaunch:
             self._driver._check("cuLaunchKernelEx", code)
 
     def copy(self, grid: int | None = None) -> CudaLaunch:
-        """The same launch with words of its own, and another grid where one is given."""
+        """The same launch with separate words, and another grid where one is given."""
         other = copy(self)
         if grid is not None:
             other._shape = replace(self._shape, grid=grid)

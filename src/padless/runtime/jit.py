@@ -1,7 +1,7 @@
 """Compiles device code with NVRTC, once per configuration, and keeps the result on disk.
 
 A compiled kernel is found by the hash of everything that can change it: sources, constants, target, compiler. Files
-are written under another name and moved into place, so any number of processes may start at once; one compiles.
+are written under another name and moved into place, so any number of processes may start together; one compiles.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _constant(image: bytes, kind: str, name: str) -> int:
 
 
 def _read_cache(stem: Path, kind: str, entry: str) -> CompiledKernel | None:
-    """The kernel as the file's own image describes it; beside the image lies what the compiler said."""
+    """The kernel as the file's own image describes it; next to the image lies what the compiler said."""
     try:
         image = read_trusted(stem.with_suffix("." + kind))
         said = json.loads(read_trusted(stem.with_suffix(".json")))

@@ -1,6 +1,6 @@
 """A folder of compiled kernels that others write to as well: whose files are read, and one process at a time for each.
 
-A compiled kernel is code that will run: it is read where the user who runs owns its file, or root, and nobody else can
+A compiled kernel is code that will run: it is read where the user who runs owns its file, or root, and no other user can
 write to it. PADLESS_CACHE_SHARED names other users whose files are read as well ("alice,bob", or "*" for everybody's,
 on file systems that have no owners); new files are then readable by all.
 """
@@ -59,7 +59,7 @@ def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
     """The first process in a block of this name is alone there: of several that need a kernel one compiles it.
 
     Those that come meanwhile enter together when it has left, and find the kernel on disk; also after ``seconds``, and
-    at once where files cannot be locked: that costs time only.
+    immediately where files cannot be locked: that costs time only.
     """
     number = int(hashlib.sha256(name.encode()).hexdigest()[:3], 16)  # so many files are enough, and stay
     try:

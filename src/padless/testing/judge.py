@@ -1,4 +1,4 @@
-"""Judges results: calls that raise are named in one line, rows are compared with float64, and what is wrong is blamed.
+"""Checks results: calls that raise are named in one line, rows are compared with float64, failures are attributed.
 
 The float64 products come from the operands' codes and scales by `dequantize` and torch's product in float64; they share
 no code with a kernel, nor with the reference that stands in for one on a CPU.
@@ -34,7 +34,7 @@ def attempt(name: str, call: Callable[[], Any], errors: dict[str, str]) -> tuple
     try:
         result = call()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # what a kernel did wrong is found here and blamed on the right contender
+            torch.cuda.synchronize()  # what a kernel did wrong is found here and attributed to the right contender
     except Exception as error:
         errors[name] = describe(error)
         return False, None

@@ -45,7 +45,7 @@ def make_operands(
     """Standard normal values of ``sizes`` rows a group, the same for every format; MN-major scales for FP8_BLOCK.
 
     a_format: a format's name or "BF16". The weights are quantised expert by expert, so that no bf16 copy of all of them
-    is needed beside them. Raises ValueError for an unknown format.
+    is needed next to them. Raises ValueError for an unknown format.
     """
     from padless.ops.grouped_gemm import group_offsets
 
@@ -161,7 +161,7 @@ def mn_major_in_nan(scale: torch.Tensor) -> torch.Tensor:
 
 
 def picked(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows or groups in memory of their own; narrow types are moved as bytes, which is all torch can do with them."""
+    """Rows or groups in separate memory; narrow types are moved as bytes, which is all torch can do with them."""
     narrow = t.element_size() == 1
     return (t.contiguous().view(torch.uint8) if narrow else t)[index].contiguous().view(t.dtype)
 

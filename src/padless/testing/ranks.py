@@ -100,7 +100,7 @@ class RankPool:
 def run_ranks(
     function: Callable[..., Any], size: int, *arguments: Any, cuda: bool, backend: Exchange, timeout_s: float
 ) -> list[Any]:
-    """`RankPool.call` on ranks of its own."""
+    """`RankPool.call` on separate ranks."""
     with RankPool(size, cuda=cuda, backend=backend) as pool:
         return pool.call(function, *arguments, timeout_s=timeout_s)
 

@@ -22,7 +22,7 @@ import torch
 
 FLUSH_BYTES = 512 << 20
 # Read after that: several times what L2 holds, written long before the end, so that what L2 is left with is clean.
-# Without it a call of 8 groups of 16 rows took 2.6 to 5 us longer, whoever's it was.
+# Without it a call of 8 groups of 16 rows took 2.6 to 5 us longer, of any contender.
 CLEAN_BYTES = 256 << 20
 FLUSH = f"{FLUSH_BYTES >> 20} MB written, {CLEAN_BYTES >> 20} MB read"  # for the record
 REPEATS = 10
@@ -160,7 +160,7 @@ def _sleep_us(host_us: float) -> float:
 
 
 def _in_turn(calls: Mapping[str, Call], round_number: int) -> list[str]:
-    """The contenders, starting with another one in every round: nobody always comes after the same one."""
+    """The contenders, starting with another one in every round: none always comes after the same one."""
     names = list(calls)
     first = round_number % len(names) if names else 0
     return names[first:] + names[:first]

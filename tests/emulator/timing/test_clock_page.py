@@ -1,4 +1,4 @@
-"""The tables of docs/timing.md are those of its records, and the records those of today's model."""
+"""The tables of docs/timing_*.md are those of its records, and the records those of today's model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import clock_examine
 import clock_sm100
-from clock_page import PAGE, code_of, model_digest, read_block, write_block
+from clock_page import PAGES, code_of, model_digest, read_block, write_block
 from padless.emulator.timing import B200, H200
 
 REMEDY = "run tools/clock_examine.py --write and tools/clock_sm100.py --write"
@@ -65,4 +65,4 @@ def test_a_block_is_put_in_its_place(tmp_path: Path) -> None:
     assert read_block("x", page) == ["new", "", "lines"]
     assert read_block("y", page) == ["other"]
     assert page.read_text().startswith("a\n<!-- x:begin -->\nnew\n")
-    assert PAGE.exists()
+    assert all(each.exists() for each in PAGES.values())

@@ -3,7 +3,7 @@
 Dense: M = N = K of 2048 to 16384, both contenders on the same codes and the same 32x4x4 scales.
 
 Competition (GPU MODE's NVFP4 grouped GEMM): a shape is a list of problems. The clock stands around CALLS calls, each
-with operands of its own, after L2 has been overwritten once; the mean time of a call is one repeat, and repeats go on
+with its own operands, after L2 has been overwritten once; the mean time of a call is one repeat, and repeats go on
 until the standard error of their mean is below 0.1%, or a time limit. Here also, against kernels that remember what
 they have seen: operands are cloned and put in another order before every repeat, and every call's output is checked. A
 call on tensors that were never seen describes them to the device first; "new tensors" is the mean of such calls, and
@@ -97,7 +97,7 @@ def measure_dense_mxfp8(point: BlackwellPoint, seed: int, timer: Timer, device: 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One call's list of problems, and the float64 products that its outputs are judged by."""
+    """One call's list of problems, and the float64 products that its outputs are compared with."""
 
     a: list[BlockScaledTensor]
     b: list[BlockScaledTensor]
@@ -107,7 +107,7 @@ class Dataset:
 def make_dataset(sizes: Sequence[int], n: int, k: int, seed: int, device: str) -> Dataset:
     """Codes of 0, 0.5, 1 and 1.5 with either sign and scales of 1 and 2, as the competition draws them.
 
-    Sums of them are exact in float32 in any order, so the outputs can be judged by the competition's tolerance.
+    Sums of them are exact in float32 in any order, so the outputs can be checked by the competition's tolerance.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     a: list[BlockScaledTensor] = []

@@ -1,7 +1,7 @@
 """Calls one after the other in a CUDA graph, as a model that decodes makes them.
 
 A call by itself says nothing about what happens between two of them. Here n products run in one graph, each with weights
-of its own layer, so that they come from memory, and each with an output of its own. Contenders of a point:
+of another layer, so that they come from memory, and each with its own output. Contenders of a point:
 
     padless                          grouped_gemm as it is called: a kernel may begin while the one ahead is ending
     padless, ordinary launches       the same kernels; each waits until the one ahead of it has ended
@@ -185,7 +185,7 @@ def peer_chains(problem: ChainProblem, peer: Peer) -> list[Chain]:
 
 
 def _check(groups: list[tuple[list[Chain], SampledReference]], found: Record) -> dict[str, Chain]:
-    """Runs every chain once on poisoned outputs, chains of one product beside its reference: those that are right, by
+    """Runs every chain once on poisoned outputs, chains of one product next to its reference: those that are right, by
     name. Those that raise or are wrong go from ``groups``, and what was found out about all into ``found``.
     """
     for chains, reference in groups:

@@ -45,7 +45,7 @@ SHOWN = (PADLESS, LOGITS, *OTHERS)
 
 
 class Part(NamedTuple):
-    """A call of a contender on one layer, and rows of what is right; None where nobody looks."""
+    """A call of a contender on one layer, and rows of what is right; None where no row is checked."""
 
     contender: Contender
     reference: Callable[[], SampledReference] | None
@@ -126,7 +126,7 @@ def poison(part: Part) -> None:
 
 
 def worst_error(parts: Sequence[Part]) -> float:
-    """Largest relative error of a row that is looked at, over the tolerance of its contender."""
+    """Largest relative error of a row that is checked, over the tolerance of its contender."""
     errors = [
         part.reference().row_error(part.contender.output())
         for part in parts

@@ -10,7 +10,7 @@ Contenders of a point; all begin with tokens, expert ids and weights and end wit
     padless                padless.moe
 
 and the passes alone: route, gather_quantize (with the sorted slots; up to 1024 of them sorting included) and combine,
-beside which the fewest bytes that each must move are recorded, and the time of a copy that moves as many; and padless'
+with which the fewest bytes that each must move are recorded, and the time of a copy that moves as many; and padless'
 two products alone.
 
 Up to 256 tokens every contender is replayed from a CUDA graph. Outputs are compared with float64 before anything is
@@ -74,7 +74,7 @@ def padless_layer(problem: LayerProblem, backend: BackendName | None = None) -> 
 
 
 def _sorted(problem: LayerProblem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(order of the slots by expert, its inverse, end offsets) by torch, without a look at values."""
+    """(order of the slots by expert, its inverse, end offsets) by torch, without synchronizing."""
     flat = problem.ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(order)

@@ -1,4 +1,4 @@
-"""Every tile of FP8_BLOCK's kernel on the same problems, in turns: the measurements by which the cost model is judged.
+"""Every tile of FP8_BLOCK's kernel on the same problems, in turns: measurements that the cost model is evaluated by.
 
 A tile's time is that of `grouped_gemm` with the configuration of that tile; results are checked as in the paper's grid.
 The first tile is the one that is chosen for most points of the paper's grid, the tallest.
@@ -47,7 +47,7 @@ def session_facts() -> Record:
 
 
 def contenders(problem: GroupedProblem, backend: str | None = None) -> list[Contender]:
-    """padless with each tile; each has an output of its own."""
+    """padless with each tile; each has its own output."""
     from padless.ops.grouped_gemm import grouped_gemm
 
     found = []

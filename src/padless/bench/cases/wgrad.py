@@ -71,7 +71,7 @@ Outputs = dict[torch.dtype, torch.Tensor]
 
 
 def make_outputs(point: WgradPoint, device: str) -> Outputs:
-    """An output of each type, which contenders share: they are big, and looked at in turn."""
+    """An output of each type, which contenders share: they are big, and checked in turn."""
     shape = (point.groups, point.N, point.K)
     return {d: torch.empty(shape, dtype=d, device=device) for d in (torch.bfloat16, torch.float32)}
 

@@ -3,7 +3,7 @@
 Around DeepGEMM's contiguous product vLLM and SGLang quantize the tokens, count the slots of each expert, place the
 groups, scatter codes and scales into the padded rows, bring the scales into the order of the product, run one kernel for
 SwiGLU and quantization between the products, and gather and sum with weights behind them. Here it is the same with fewer
-launches and less memory traffic, so that nobody has to take the passes for slow:
+launches and less memory traffic, so that its time is not that of slow passes:
 
     clear, count, place          three small launches
     scatter_quantize             a token is read and quantized once and stored to its experts' rows, the scales in the
@@ -13,7 +13,7 @@ launches and less memory traffic, so that nobody has to take the passes for slow
     product
     combine                      padless' own
 
-Buffers have room for every possible routing, S + min(S, E) * 127 rows, and the host never looks at a value. Rows of a
+Buffers have room for every possible routing, S + min(S, E) * 127 rows, with no device-to-host sync. Rows of a
 group come in the order of atomics; a token's result does not depend on it. Ids must be experts.
 """
 

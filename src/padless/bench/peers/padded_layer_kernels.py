@@ -70,7 +70,7 @@ def scatter_quantize(
 
 @triton.jit
 def swiglu_quantize(
-    h_ptr,  # (rows, 2 K) bf16, gate beside up, contiguous
+    h_ptr,  # (rows, 2 K) bf16, gate next to up, contiguous
     ends_ptr,  # (experts,) int32 of place_groups
     codes_ptr,  # (rows, K) uint8
     scale_ptr,  # (rows, K / 128) float32, strides (1, scale_ld)

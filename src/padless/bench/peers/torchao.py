@@ -67,7 +67,7 @@ class TorchAo(Peer):
     ) -> set[tuple[int, int, int, int]]:
         """Compiles what products (rows, G, N, K) and their gradients run, a process each; those that are done in time.
 
-        A product along the inputs' gradient is one with N and K exchanged, so its kernel compiles beside the others.
+        A product along the inputs' gradient is one with N and K exchanged, so its kernel compiles with the others.
         """
         wanted = list(products)
         each = [(*p, 1) for p in wanted] + [(m, g, k, n, 0) for m, g, n, k in wanted] + [(*p, 0) for p in wanted]

@@ -1,1 +1,1 @@
-"""Records as tables and figures, beside the limits of the machine."""
+"""Records as tables and figures, next to the limits of the machine."""

@@ -98,7 +98,7 @@ def _saved(figure: Any, path: Path) -> Path:
 def _panel(axis: Any, records: Sequence[Record], values: Sequence[float], x: str, series: str) -> None:
     """Values against point field `x`, one colour and marker per value of point field `series`.
 
-    Points of different series stand beside each other, by up to 3% of x: x takes a few values only.
+    Points of different series stand next to each other, by up to 3% of x: x takes a few values only.
     """
     kinds = sorted({record["point"][series] for record in records})
     for index, kind in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""`padless tune` on Blackwell: times every tile of the grouped kernel beside the one that is chosen.
+"""`padless tune` on Blackwell: times every tile of the grouped kernel next to the one that is chosen.
 
 The choice there goes by predicted cycles (``select_grouped_config``), so nothing is stored: what is printed says where
 they are wrong.

@@ -95,7 +95,7 @@ def grouped_gemm_quant(**others: Any) -> QuantOutputs:
         others: cuDNN's keywords that choose its kernel are without effect, see config; more have one value. Which is
             which, and what is said of other values, is in docs/grouped_gemm_quant.md.
         current_stream: a torch.cuda.Stream, a CUstream or its number; None is torch's current one.
-        backend, check_offs, config: as in grouped_gemm. check_offs also holds m_aligned to its word.
+        backend, check_offs, config: as in grouped_gemm. check_offs also checks m_aligned.
         out: the row output to write into. d_format, row_layout and global_scale_tensor come from it where None.
 
     With a_tensor (M, K) outputs are (M, N), and scales contiguous (1, row tiles, column tiles, 32, 4, 4), as cuDNN's.

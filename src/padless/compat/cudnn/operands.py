@@ -99,7 +99,7 @@ class Bound:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Inputs:
-    """The arguments that both calls and the class of cuDNN have, in their words; see grouped_gemm_quant."""
+    """The arguments that both calls and the class of cuDNN have, under their names; see grouped_gemm_quant."""
 
     a_tensor: torch.Tensor | BlockScaledTensor
     b_tensor: torch.Tensor | BlockScaledTensor

@@ -85,7 +85,7 @@ class CudnnRequest(Inputs):
         return FORMAT_OF_DTYPE.get(self.dtype)
 
     def epilogue(self) -> Epilogue:
-        """The epilogue that the arguments ask for. Raises ValueError in their words."""
+        """The epilogue that the arguments ask for. Raises ValueError under their names."""
         format = self.format
         d_dtype = self.dtype if format is None else None
         rule = self.epilogue_scale_rule(format)

@@ -85,7 +85,7 @@ class Model(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, then a Mixture of Experts, each beside a residual stream."""
+    """Causal attention, then a Mixture of Experts, each next to a residual stream."""
 
     def __init__(self, size: ModelSize, recipe: Recipe, ep: ExpertParallel | None, rows: torch.dtype) -> None:
         super().__init__()

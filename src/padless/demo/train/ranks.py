@@ -162,7 +162,7 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
     """Trains every recipe twice and prints what the ranks are off by: `padless train-demo --ranks`.
 
     Float32 rows from the same weights at every step, where sums over ranks are all that differs; and bfloat16 rows with
-    weights of their own, whose last losses are to agree. On GPUs, one for a rank, where there are as many. Raises
+    separate weights, whose last losses are to agree. On GPUs, one for a rank, where there are as many. Raises
     ValueError for ranks that do not divide experts and batch; ends the program with 1 where losses do not agree.
     """
     device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"

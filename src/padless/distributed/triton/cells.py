@@ -2,7 +2,7 @@
 
 A cell is written by one rank and never cleared: the reader waits for the epoch that it is at. A wait ends with the
 clock, or, in the interpreter and the emulator, with a number of polls; then the rank that is late is written to the
-`aborted` cell of all ranks and every wait ends at once.
+`aborted` cell of all ranks and every wait ends immediately.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -102,7 +102,7 @@ def fan_out(
     cells = published + half * R * 8
     there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
     for pair in range(pid, R * max_tokens * there, tl.num_programs(0)):
-        source = (rank + 1 + pair % R) % R  # all links at once, none by all ranks
+        source = (rank + 1 + pair % R) % R  # all links together, none by all ranks
         token = tl.cast(pair // R, tl.int64)
         at = (source * max_tokens + token) * TOP_K
         rows = tl.load(inverse_ptr + at + lane, mask=lane < TOP_K, other=-1)

@@ -86,7 +86,7 @@ def receive_few(
         group = tl.arange(0, GROUPS)
         ends = tl.sum((keys[None, :] <= group[:, None]).to(tl.int32), axis=1)
         store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_experts, capacity)
-    source = (rank + 1 + pid % R) % R  # all links at once, none by all ranks
+    source = (rank + 1 + pid % R) % R  # all links together, none by all ranks
     token = pid // R
     lane = tl.arange(0, LANES)
     mine = (source * max_tokens + token) * TOP_K + lane

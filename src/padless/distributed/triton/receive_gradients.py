@@ -41,7 +41,7 @@ def fan_out_gradients(
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     there = wait(pointers_ptr, rank, published + half * R * 8, aborted, epoch, status_ptr, limit, R, CLOCK)
     for pair in range(tl.program_id(0), R * max_tokens * there, tl.num_programs(0)):
-        source = (rank + 1 + pair % R) % R  # all links at once, none by all ranks
+        source = (rank + 1 + pair % R) % R  # all links together, none by all ranks
         token = tl.cast(pair // R, tl.int64)
         at = (source * max_tokens + token) * TOP_K
         rows = tl.load(inverse_ptr + at + lane, mask=lane < TOP_K, other=-1)

@@ -152,7 +152,7 @@ def finish(
                 first = part_region + (r * max_tokens + token) * H * PART_BYTES
                 part = region(pointers_ptr, rank, first, PART)
                 total += casts.to_float32(tl.load(part + column, mask=inside & is_there, other=0.0))
-        if there == 0:  # nobody takes what a dead rank left for a result
+        if there == 0:  # what a dead rank left is never taken for a result
             total += float("nan")
         tl.store(out_ptr + token * H + column, arithmetic.rounded(total, OUT), mask=inside)
         if slots_ptr is not None:  # noqa: SIM102

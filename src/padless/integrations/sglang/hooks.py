@@ -1,4 +1,4 @@
-"""Hooks around SGLang's FP8 experts, which make runners for names of its own alone.
+"""Hooks around SGLang's FP8 experts, which make runners for SGLang's names alone.
 
 With another `--moe-runner-backend` they call what they wrap, with whatever arguments SGLang gives, and nothing else.
 """

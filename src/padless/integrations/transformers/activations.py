@@ -1,4 +1,4 @@
-"""Formats that activations are quantized to beside a model's weights, chosen by the user: `set_activations`."""
+"""Formats that activations are quantized to for a model's weights, chosen by the user: `set_activations`."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _with_own_gate(
     """The layer with the module's own activation, in x's dtype, between two products."""
     routing = route(top_k_index, weights.w13.data.shape[0])
     h = project(x, routing.tokens, routing.offs, weights.w13, weights.bias13, weights.activations).to(dtype)
-    # Rows of the tail hold anything, and stay rows of their own until `combine` leaves them out.
+    # Rows of the tail hold anything, and stay separate rows until `combine` leaves them out.
     h = module._apply_gate(h) if getattr(module, "has_gate", True) else module.act_fn(h)
     y = project(h.contiguous(), None, routing.offs, weights.w2, weights.bias2, weights.activations)
     if getattr(module, "has_post_expert_norm", False):

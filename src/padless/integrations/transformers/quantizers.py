@@ -24,7 +24,7 @@ from padless.integrations.transformers.weights import is_dispatched, keep_codes,
 
 
 def register_quantizers() -> None:
-    """Puts the two quantizers in the place of transformers'; ones that somebody else has put there stay."""
+    """Puts the two quantizers in the place of transformers'; ones that other code has put there stay."""
     for method, stock, ours in (
         ("fp8", FineGrainedFP8HfQuantizer, Fp8Quantizer),
         ("mxfp4", Mxfp4HfQuantizer, Mxfp4Quantizer),

@@ -1,6 +1,6 @@
 """Weights of an experts module as BlockScaledTensors, built once a module.
 
-A module keeps codes under the name of the weight and decode scales beside them, as transformers' FP8 experts do:
+A module keeps codes under the name of the weight and decode scales next to them, as transformers' FP8 experts do:
 gate_up_proj (E, 2 I, H) e4m3 and gate_up_proj_scale_inv. The shapes and dtypes say which format it is.
 """
 

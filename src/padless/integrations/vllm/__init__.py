@@ -23,7 +23,7 @@ def register() -> None:
     """Registers the quantization "padless" for FP8 and MXFP4 checkpoints, in this process; again changes nothing.
 
     vLLM calls it in each process, with any model. Where its internals are others it logs one line and vLLM goes on; in
-    versions that are not served the quantization is a name that says so to whoever gives it.
+    versions that are not served the quantization is a name that raises and says so.
     """
     VLLM.open(_register, others=True)
 

@@ -45,7 +45,7 @@ class PadlessExperts(FusedMoEExpertsModular):
     """FP8 experts with 128 x 128 blocks, and MXFP4 experts, for vLLM's modular kernel.
 
     w1 (E, 2 I, H) and w2 (E, H, I) stay as vLLM's loaders leave them, gate above up; nothing is repacked or padded.
-    Activations beside FP8 weights are quantized to FP8 with 1 x 128 scales; MXFP4 weights take bfloat16
+    Activations of FP8 weights are quantized to FP8 with 1 x 128 scales; MXFP4 weights take bfloat16
     ones on Hopper, MXFP8 on Blackwell.
     """
 

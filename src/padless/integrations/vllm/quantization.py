@@ -89,7 +89,7 @@ class PadlessFp8MoEMethod(Fp8MoEMethod):
 class PadlessMxfp4Config(GptOssMxfp4Config):
     """gpt-oss' MXFP4 checkpoints: experts by padless, linear layers in bfloat16 by vLLM.
 
-    Its name stays "gpt_oss_mxfp4", by which vLLM loads all experts of a layer at once.
+    Its name stays "gpt_oss_mxfp4", by which vLLM loads all experts of a layer together.
     """
 
     @classmethod

@@ -298,7 +298,7 @@ def words_to_e2m1(words, multiplier):
     """Bytes of the e2m1 codes of two bf16 in each int32 times a power of two; rounding as in halves_to_e2m1.
 
     multiplier: float32, of the words' shape. The products are exact in bf16, or too small to count, so all is done
-    for two values at once: with y = min(|product|, 6) the code is 2 min(y, 2) rounded to an integer, plus
+    for two values together: with y = min(|product|, 6) the code is 2 min(y, 2) rounded to an integer, plus
     relu(y - 2) - relu(y - 4) / 2 (all exact) where it is added. The sums start from 128, whose bf16 steps are 1.
     """
     half = (multiplier.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
@@ -323,7 +323,7 @@ def scaled_words_to_e2m1(words, eighth, sign_mask, DTYPE: tl.constexpr):
     of 2 y, y + 2 and 0.3 y + 5, each rounded to an integer as it is added to 2^23: up to 2, up to 4 and from there on
     the first, the second and the third is least. The third only says whether y is above 5, which is why its factor
     is the float32 below 0.3, and no clamp is needed at 7. Five operations, four of them on the multiply-add pipe. The
-    signs come from the words, eight at once.
+    signs come from the words, eight together.
     """
     if DTYPE == "bf16":
         return tl.inline_asm_elementwise(
@@ -375,7 +375,7 @@ def larger_fp16_magnitudes(a, b):
 def amax_bits_of_words(words, DTYPE: tl.constexpr):
     """float32 bits of the largest magnitude along the last of three axes, two "bf16" or "fp16" values to an int32.
 
-    NaN if there is one. Two magnitudes are compared at once, with some sign that is dropped in the end: compute
+    NaN if there is one. Two magnitudes are compared together, with some sign that is dropped in the end: compute
     capability 8.6.
     """
     if DTYPE == "bf16":

@@ -117,7 +117,7 @@ class _Compiled:
             launch = self._prototype.copy(programs)
         self._pack_into(launch.words, 0, *values)
         launch(driver.current_stream(self._device))
-        if not driver.is_observed():  # who observes looks at the launch later
+        if not driver.is_observed():  # an observer reads the launch later
             idle.append(launch)
 
 

@@ -1,4 +1,4 @@
-"""NVFP4 with codes rounded by chance, and the 16-wide Hadamard transform, as Triton kernels.
+"""NVFP4 with stochastic rounding, and the 16-wide Hadamard transform, as Triton kernels.
 
 The same as `padless.quantization.nvfp4_random_rules`, bit for bit.
 """

@@ -202,7 +202,7 @@ def _row_blocks(
     source = casts.source_rows(rows_ptr, row64, rows, x_rows)
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     HALF: tl.constexpr = BLOCK_K // 2
-    BY_PAIRS: tl.constexpr = HARDWARE_CAST and WORDS != "none"  # two 16-bit values at once
+    BY_PAIRS: tl.constexpr = HARDWARE_CAST and WORDS != "none"  # two 16-bit values together
 
     if ELEMENT == "e2m1":
         pair = chunk * HALF + tl.arange(0, HALF)

@@ -177,7 +177,7 @@ def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, C
 
 
 def choose_config(rank: Rank, peer: deepep.DeepEpExchange, y: torch.Tensor, repeats: int = 3) -> Record:
-    """Sets the fastest numbers of SMs and of tokens at once, those of both directions together, on all ranks."""
+    """Sets the fastest numbers of SMs and of tokens a chunk, those of both directions together, on all ranks."""
     found = []
     for sms in deepep.SMS:
         peer.sms = sms
@@ -229,7 +229,7 @@ def gathered(rank: Rank, value: Any) -> list[Any]:
 
 
 def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
-    """Times of calls in turns, each begun on all devices at once; of the slowest rank."""
+    """Times of calls in turns, each begun on all devices together; of the slowest rank."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=rank.device)
     tiny = torch.zeros(1, device=rank.device)
@@ -251,7 +251,7 @@ def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
 def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Record:
     """Times of padless' steps, those of each direction one after the other behind a sleep that covers their launches.
 
-    "sort" and "fan_out" where they are launches of their own, else "receive".
+    "sort" and "fan_out" where they are separate launches, else "receive".
     """
     backend = p.ep._backend
     assert isinstance(backend, SymmBackend)
@@ -318,7 +318,7 @@ def link_rate(record: Record, step: str) -> float | None:
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
-    """Times beside the peers' of both directions and of the layer, and the steps with the link's rate."""
+    """Times next to the peers' of both directions and of the layer, and the steps with the link's rate."""
     point = [
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=8),
         table.Column("ranks", text=lambda part: str(part[0]["point"]["ranks"])),

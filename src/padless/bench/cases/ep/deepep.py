@@ -24,7 +24,7 @@ from padless.quantization.quantize import quantize
 
 FOLDER = "DeepEP"  # of peers: the package deep_ep and its extension deep_ep_cpp
 SMS = (24, 64, 128)
-CHUNKS = (6, 16, 32)  # tokens that a channel sends at once
+CHUNKS = (6, 16, 32)  # tokens that a channel sends together
 RECEIVED = 256  # tokens that a channel has room for
 
 

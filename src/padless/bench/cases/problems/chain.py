@@ -54,7 +54,7 @@ def calls_of(layers: int) -> int:
 class ChainProblem:
     """Operands of a chain: call i takes layer i modulo the number of layers.
 
-    layers: of one shape and the same group sizes, with activations and weights of their own.
+    layers: of one shape and the same group sizes, with separate activations and weights.
     second: the second projections of an expert MLP, (groups, K, N / 2) weights; their activations are not used.
     """
 

@@ -1,4 +1,4 @@
-"""Layers of ten models at a few tokens: several with weights of their own, so that no call finds its weights in L2."""
+"""Layers of ten models at a few tokens: several with separate weights, so that no call finds its weights in L2."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def grid() -> list[DecodingPoint]:
 
 @dataclass
 class Stack:
-    """Layers of one shape with weights and tokens of their own."""
+    """Layers of one shape with separate weights and tokens."""
 
     point: DecodingPoint
     layers: list[LayerProblem]

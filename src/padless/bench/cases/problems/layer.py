@@ -145,7 +145,7 @@ class LayerProblem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `padless.moe.moe` beside the layer's operands."""
+        """Arguments of `padless.moe.moe` without the layer's operands."""
         act = self.activation
         named = {"gate_up": act.gate_up, "alpha": act.alpha, "limit": act.limit, "up_offset": act.up_offset}
         activations = None if self.w13.format is FP8_BLOCK else torch.bfloat16

@@ -11,8 +11,8 @@ the gradients of the tokens, the weights of the experts' sums and both weight ma
     padless <recipe>, codes kept
                            the same in a later microbatch of a step, which finds the weights' codes
 
-and alone: each recipe's forward pass, and the FP8 products of the forward pass beside those of the input's gradient.
-Everything is replayed from CUDA graphs, so that the host's part is in no time of the GPU; it has a column of its own,
+and alone: each recipe's forward pass, and the FP8 products of the forward pass next to those of the input's gradient.
+Everything is replayed from CUDA graphs, so that the host's part is in no time of the GPU; it has its own column,
 and so has that of `padless.nn.graphed`, whose forward and backward pass are a CUDA graph each: under autograd, and
 the two passes alone with their inputs in place.
 Bytes that the forward pass keeps for the backward pass are those of the device's allocator.
@@ -107,7 +107,7 @@ def complaint(step: Step, found: dict[str, float]) -> str:
 
 
 def saved_bytes(step: Step) -> int | None:
-    """What the forward pass keeps for the backward pass beside inputs, weights and codes; None without a GPU."""
+    """What the forward pass keeps for the backward pass besides inputs, weights and codes; None without a GPU."""
     if step.device.type != "cuda":
         return None
     step.forget()
