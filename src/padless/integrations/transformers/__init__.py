@@ -28,6 +28,7 @@ from padless.integrations.transformers.activations import set_activations
 from padless.integrations.transformers.adapters import adapt_experts
 from padless.integrations.transformers.experts import NAME, experts_forward
 from padless.integrations.transformers.fp8_kernels import use_padless_fp8_kernels
+from padless.integrations.transformers.peft_adapters import use_padless_peft
 from padless.integrations.transformers.quantizers import register_quantizers
 from padless.integrations.transformers.quantizing import quantize_experts
 from padless.integrations.transformers.routers import use_padless_routers
@@ -44,6 +45,7 @@ __all__ = [
     "set_recipe",
     "train_forward",
     "use_padless_fp8_kernels",
+    "use_padless_peft",
     "use_padless_routers",
 ]
 

@@ -33,6 +33,51 @@ def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+Delta = Callable[[torch.Tensor], torch.Tensor]  # from rows (M, K) bfloat16 to what is added to their product, (M, N)
+
+
+def adapted_experts(
+    x: torch.Tensor,
+    routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    top_k_weights: torch.Tensor,
+    shared: torch.Tensor | None,
+    w13: BlockScaledTensor,
+    w2: BlockScaledTensor,
+    bias13: torch.Tensor | None,
+    bias2: torch.Tensor | None,
+    activation: Activation,
+    activations: BlockScaledFormat | torch.dtype | None,
+    delta13: Delta | None,
+    delta2: Delta | None,
+) -> torch.Tensor:
+    """The layer of frozen experts with something added to each projection's sum, under autograd; (T, H).
+
+    routing: ends of the groups (E,), tokens and inverse, as `padless.moe.route` gives them. delta13, delta2: what is
+    added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
+    """
+    offs, tokens, inverse = routing
+    format = activations if isinstance(activations, BlockScaledFormat) else None
+    if activations is None:
+        format = ACTIVATIONS[w13.format]
+    scale = torch.ones((), dtype=torch.float32, device=w13.device) if format == NVFP4 else None
+    rows = gathered_rows(x, tokens, inverse)
+    operand: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
+    if format is not None:
+        operand = quantize(rows.detach(), format, global_scale=scale)
+    h = frozen_product(rows, operand, w13, bias13, offs)
+    if delta13 is not None:
+        h = h + delta13(rows)
+    hidden = activated(h, activation)
+    operand = hidden.detach()
+    if format is not None:
+        operand = activate_quantize(h.detach(), activation, format, global_scale=scale, offs=offs)
+    y = frozen_product(hidden, operand, w2, bias2, offs)
+    if delta2 is not None:
+        y = y + delta2(hidden)
+    out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
+    return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
+
+
 class LoraExperts(nn.Module):
     """Frozen experts with low-rank adapters: y = W x + bias + scaling * B (A x) in both projections of every expert.
 
@@ -168,22 +213,13 @@ class LoraExperts(nn.Module):
             offs = pairs[len(self.adapters) :: len(self.adapters) + 1].contiguous()
         plain = adapter_ids is not None
 
-        rows = gathered_rows(x, tokens, inverse)
-        h = frozen_product(rows, self._quantized(rows), self.w13, self.bias13, offs)
-        if has_adapter:
-            h = h + self._delta(rows, self.a13, self.b13, names, plain, pairs)
-        format = self._format()
-        hidden = activated(h, self.activation)
-        operand: BlockScaledTensor | torch.Tensor = hidden.detach()
-        if format is not None:
-            operand = activate_quantize(
-                h.detach(), self.activation, format, global_scale=self._scale(format), offs=offs
-            )
-        y = frozen_product(hidden, operand, self.w2, self.bias2, offs)
-        if has_adapter:
-            y = y + self._delta(hidden, self.a2, self.b2, names, plain, pairs)
-        out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
-        return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
+        def delta(a: nn.ParameterDict, b: nn.ParameterDict) -> Delta | None:
+            return (lambda rows: self._delta(rows, a, b, names, plain, pairs)) if has_adapter else None
+
+        return adapted_experts(
+            x, (offs, tokens, inverse), top_k_weights, shared, self.w13, self.w2, self.bias13, self.bias2,
+            self.activation, self.activations, delta(self.a13, self.b13), delta(self.a2, self.b2),
+        )  # fmt: skip
 
     def _without_adapters(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
@@ -238,22 +274,6 @@ class LoraExperts(nn.Module):
         of_rows = dropped(rows.to(torch.bfloat16), self.dropout, self.training)
         flat_down, flat_up = (torch.stack(t, dim=1).flatten(0, 1) if len(t) > 1 else t[0] for t in (down, up))
         return low_rank_product(of_rows, flat_down, flat_up, pairs)
-
-    def _format(self) -> BlockScaledFormat | None:
-        """The format of quantized rows; None for bfloat16."""
-        if self.activations is None:
-            return ACTIVATIONS[self.w13.format]
-        return self.activations if isinstance(self.activations, BlockScaledFormat) else None
-
-    def _scale(self, format: BlockScaledFormat) -> torch.Tensor | None:
-        """NVFP4's global scale of activations, 1."""
-        return torch.ones((), dtype=torch.float32, device=self.w13.device) if format == NVFP4 else None
-
-    def _quantized(self, rows: torch.Tensor) -> BlockScaledTensor | torch.Tensor:
-        format, rows = self._format(), rows.detach()
-        if format is None:
-            return rows.to(torch.bfloat16)
-        return quantize(rows, format, global_scale=self._scale(format))
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"
