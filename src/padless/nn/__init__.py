@@ -4,7 +4,7 @@ from padless.nn.codes import ExpertCodes, expert_codes
 from padless.nn.experts import Experts, MoE
 from padless.nn.graphs import graphed
 from padless.nn.linear import GroupedLinear
-from padless.nn.lora import LoraExperts
+from padless.nn.lora import LoraExperts, LoraGroupedLinear
 from padless.nn.recipe import RECIPES, Recipe
 from padless.nn.rows_function import experts_of_rows
 from padless.nn.weight_gradient import DelayedWgrad
@@ -16,6 +16,7 @@ __all__ = [
     "Experts",
     "GroupedLinear",
     "LoraExperts",
+    "LoraGroupedLinear",
     "MoE",
     "Recipe",
     "expert_codes",

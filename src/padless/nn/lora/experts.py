@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import dropout as dropped
 
-from padless.arguments import check_flag, check_integer, check_type, is_one_of, shown
-from padless.formats import NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.arguments import check_type
+from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
 from padless.moe.gather import activate_quantize
-from padless.moe.layer import ACTIVATIONS, moe
+from padless.moe.layer import moe
 from padless.moe.routing import check_ids, route
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
 from padless.nn.lora.frozen import frozen_product
-from padless.nn.lora.low_rank import low_rank_product
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
 from padless.quantization.quantize import quantize
-
-MAX_RANK = 256
-_DTYPES = (torch.bfloat16, torch.float32)
-
-
-def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
-    """The factor that B A is multiplied by."""
-    return alpha / (math.sqrt(rank) if rslora else rank)
-
 
 Delta = Callable[[torch.Tensor], torch.Tensor]  # from rows (M, K) bfloat16 to what is added to their product, (M, N)
 
@@ -56,10 +45,7 @@ def adapted_experts(
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
-    format = activations if isinstance(activations, BlockScaledFormat) else None
-    if activations is None:
-        format = ACTIVATIONS[w13.format]
-    scale = torch.ones((), dtype=torch.float32, device=w13.device) if format == NVFP4 else None
+    format, scale = format_of_rows(activations, w13)
     rows = gathered_rows(x, tokens, inverse)
     operand: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
     if format is not None:
@@ -78,7 +64,7 @@ def adapted_experts(
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
 
 
-class LoraExperts(nn.Module):
+class LoraExperts(AdaptedModule):
     """Frozen experts with low-rank adapters: y = W x + bias + scaling * B (A x) in both projections of every expert.
 
     w13: (E, 2 I, H), (E, I, H) for an activation without a gate, and w2: (E, H, I): FP8_BLOCK, MXFP8, MXFP4 or NVFP4
@@ -116,20 +102,10 @@ class LoraExperts(nn.Module):
         adapters: Sequence[str] = ("default",),
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        super().__init__()
+        super().__init__(rank, alpha, rslora, dropout, adapters, dtype)
         for name, w in (("w13", w13), ("w2", w2)):
-            if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
-                raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
-        check_integer("rank", rank, 1, MAX_RANK)
-        check_flag("rslora", rslora)
+            check_weights(name, w)
         check_type("activation", activation, Activation)
-        if not is_one_of(dtype, _DTYPES):
-            raise ValueError(f"dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float32")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout is {dropout}; it must be from 0 to below 1")
-        names = tuple(adapters)
-        if isinstance(adapters, str) or not names or len(set(names)) != len(names):
-            raise ValueError(f"adapters is {shown(adapters)}; it must be a sequence of different names")
         self.w13, self.w2 = w13, w2
         self.num_experts, self.intermediate, n = w13.data.shape[0], w2.logical_shape[2], w13.logical_shape[1]
         self.hidden = w13.logical_shape[2]
@@ -137,35 +113,17 @@ class LoraExperts(nn.Module):
         wanted = (self.num_experts, self.hidden, self.activation.out_columns(n))
         if w2.logical_shape != wanted:
             raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
-        for name, bias, columns in (("bias13", bias13, n), ("bias2", bias2, self.hidden)):
-            if bias is not None and tuple(bias.shape) != (self.num_experts, columns):
-                raise ValueError(f"{name} must be {(self.num_experts, columns)}, got {tuple(bias.shape)}")
-            if isinstance(bias, nn.Parameter) or bias is None:
-                self.register_parameter(name, bias)
-            else:
-                self.register_buffer(name, bias, persistent=False)
+        self._add_bias("bias13", bias13, (self.num_experts, n))
+        self._add_bias("bias2", bias2, (self.num_experts, self.hidden))
         self.activations = activations
-        self.rank, self.dropout, self.adapters = rank, dropout, names
-        self.alpha, self.rslora = alpha, rslora
-        self.scaling = scaling_of(rank, alpha, rslora)
-        self.active: str | None = names[0]
-
-        def made(rows: int, columns: int) -> nn.ParameterDict:
-            shape = (self.num_experts, rows, columns)
-            return nn.ParameterDict(
-                {name: nn.Parameter(torch.empty(shape, dtype=dtype, device=w13.device)) for name in names}
-            )
-
-        self.a13, self.b13 = made(rank, self.hidden), made(n, rank)
-        self.a2, self.b2 = made(rank, self.intermediate), made(self.hidden, rank)
+        self.a13, self.b13 = self._factors(w13)
+        self.a2, self.b2 = self._factors(w2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws every A uniformly from +- 1 / sqrt(K) and sets every B to zero."""
-        for name in self.adapters:
-            for a, b in ((self.a13[name], self.b13[name]), (self.a2[name], self.b2[name])):
-                nn.init.uniform_(a, -1 / math.sqrt(a.shape[2]), 1 / math.sqrt(a.shape[2]))
-                nn.init.zeros_(b)
+        self._reset(self.a13, self.b13)
+        self._reset(self.a2, self.b2)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LoraExperts:
         """Moves the codes along with the parameters; their types stay."""
@@ -194,8 +152,8 @@ class LoraExperts(nn.Module):
         A token without an adapter has the bits of `padless.moe.moe`. Differentiable, once, for x, top_k_weights, shared,
         the adapters and biases that are parameters. No synchronization; safe in CUDA graphs. Raises ValueError.
         """
-        if adapter_ids is None and self.active is not None and self.active not in self.adapters:
-            raise ValueError(f"active is {shown(self.active)}; it must be None or one of {self.adapters}")
+        if adapter_ids is None:
+            self._check_active()
         has_adapter = adapter_ids is not None or self.active is not None
         if not has_adapter and not has_backward(x, top_k_weights, shared, self.bias13, self.bias2):
             return self._without_adapters(x, top_k_index, top_k_weights, shared)
@@ -255,25 +213,6 @@ class LoraExperts(nn.Module):
         count, is_expert = len(self.adapters), (ids >= 0) & (ids < self.num_experts)
         chosen = torch.where((adapter_ids >= 0) & (adapter_ids < count), adapter_ids, count)
         return torch.where(is_expert, ids * (count + 1) + chosen[:, None].to(ids.dtype), -1)
-
-    def _delta(
-        self,
-        rows: torch.Tensor,
-        a: nn.ParameterDict,
-        b: nn.ParameterDict,
-        names: tuple[str | None, ...],
-        with_none: bool,
-        pairs: torch.Tensor,
-    ) -> torch.Tensor:
-        """The low-rank products of rows in the groups `pairs`; (M, N) bfloat16."""
-        chosen = [name for name in names if name is not None]
-        down = [a[name].to(torch.bfloat16) for name in chosen]
-        up = [(b[name] * self.scaling).to(torch.bfloat16) for name in chosen]
-        if with_none:  # a group of zeros follows each expert's adapters
-            down, up = [*down, torch.zeros_like(down[0])], [*up, torch.zeros_like(up[0])]
-        of_rows = dropped(rows.to(torch.bfloat16), self.dropout, self.training)
-        flat_down, flat_up = (torch.stack(t, dim=1).flatten(0, 1) if len(t) > 1 else t[0] for t in (down, up))
-        return low_rank_product(of_rows, flat_down, flat_up, pairs)
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"

@@ -17,7 +17,8 @@ import torch
 
 from padless.arguments import is_one_of, shown
 from padless.moe.activation import split_gate_up
-from padless.nn.lora.experts import LoraExperts, scaling_of
+from padless.nn.lora.base import scaling_of
+from padless.nn.lora.experts import LoraExperts
 from padless.nn.lora.peft_names import check_adapter, check_tensors, from_peft, to_peft
 from padless.runtime.choices import AdapterLayout
 

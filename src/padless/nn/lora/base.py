@@ -1,0 +1,118 @@
+"""What modules with adapters share: their settings, A and B by name, and the low-rank product of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import dropout as dropped
+
+from padless.arguments import check_flag, check_integer, is_one_of, shown
+from padless.formats import NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.moe.layer import ACTIVATIONS
+from padless.nn.lora.low_rank import low_rank_product
+from padless.ops.checks import describe
+
+MAX_RANK = 256
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
+    """The factor that B A is multiplied by."""
+    return alpha / (math.sqrt(rank) if rslora else rank)
+
+
+def format_of_rows(
+    activations: BlockScaledFormat | torch.dtype | None, weights: BlockScaledTensor
+) -> tuple[BlockScaledFormat | None, torch.Tensor | None]:
+    """The format of quantized rows, None for bfloat16, and NVFP4's global scale of them, 1."""
+    format = activations if isinstance(activations, BlockScaledFormat) else None
+    if activations is None:
+        format = ACTIVATIONS[weights.format]
+    return format, torch.ones((), dtype=torch.float32, device=weights.device) if format == NVFP4 else None
+
+
+def check_weights(name: str, w: BlockScaledTensor) -> None:
+    """Raises ValueError for what is no (E, N, K) codes of weights."""
+    if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
+        raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
+
+
+class AdaptedModule(nn.Module):
+    """The settings of `padless.nn.LoraExperts`, checked, with ``active`` the first adapter."""
+
+    def __init__(
+        self, rank: int, alpha: float, rslora: bool, dropout: float, adapters: Sequence[str], dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        check_integer("rank", rank, 1, MAX_RANK)
+        check_flag("rslora", rslora)
+        if not is_one_of(dtype, _DTYPES):
+            raise ValueError(f"dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float32")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout is {dropout}; it must be from 0 to below 1")
+        names = tuple(adapters)
+        if isinstance(adapters, str) or not names or len(set(names)) != len(names):
+            raise ValueError(f"adapters is {shown(adapters)}; it must be a sequence of different names")
+        self.rank, self.dropout, self.adapters = rank, dropout, names
+        self.alpha, self.rslora, self._dtype = alpha, rslora, dtype
+        self.scaling = scaling_of(rank, alpha, rslora)
+        self.active: str | None = names[0]
+
+    def _add_bias(self, name: str, bias: torch.Tensor | None, shape: tuple[int, int]) -> None:
+        """A parameter stays one; another tensor becomes a buffer that is in no state dict."""
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(bias.shape)}")
+        if isinstance(bias, nn.Parameter) or bias is None:
+            self.register_parameter(name, bias)
+        else:
+            self.register_buffer(name, bias, persistent=False)
+
+    def _factors(self, weights: BlockScaledTensor) -> tuple[nn.ParameterDict, nn.ParameterDict]:
+        """A (E, r, K) and B (E, N, r) of every adapter of these weights, without values."""
+        experts, n, k = weights.logical_shape
+
+        def made(*shape: int) -> nn.ParameterDict:
+            return nn.ParameterDict(
+                {
+                    name: nn.Parameter(torch.empty(shape, dtype=self._dtype, device=weights.device))
+                    for name in self.adapters
+                }
+            )
+
+        return made(experts, self.rank, k), made(experts, n, self.rank)
+
+    def _reset(self, a: nn.ParameterDict, b: nn.ParameterDict) -> None:
+        """Draws every A uniformly from +- 1 / sqrt(K) and sets every B to zero."""
+        for name in self.adapters:
+            bound = 1 / math.sqrt(a[name].shape[2])
+            nn.init.uniform_(a[name], -bound, bound)
+            nn.init.zeros_(b[name])
+
+    def _check_active(self) -> None:
+        if self.active is not None and self.active not in self.adapters:
+            raise ValueError(f"active is {shown(self.active)}; it must be None or one of {self.adapters}")
+
+    def _delta(
+        self,
+        rows: torch.Tensor,
+        a: nn.ParameterDict,
+        b: nn.ParameterDict,
+        names: tuple[str | None, ...],
+        with_none: bool,
+        groups: torch.Tensor,
+    ) -> torch.Tensor:
+        """The low-rank products of rows, whose groups (expert, adapter) end at `groups`; (M, N) bfloat16.
+
+        with_none: whether a group of rows without an adapter follows the adapters of each expert.
+        """
+        chosen = [name for name in names if name is not None]
+        down = [a[name].to(torch.bfloat16) for name in chosen]
+        up = [(b[name] * self.scaling).to(torch.bfloat16) for name in chosen]
+        if with_none:
+            down, up = [*down, torch.zeros_like(down[0])], [*up, torch.zeros_like(up[0])]
+        of_rows = dropped(rows.to(torch.bfloat16), self.dropout, self.training)
+        flat_down, flat_up = (torch.stack(t, dim=1).flatten(0, 1) if len(t) > 1 else t[0] for t in (down, up))
+        return low_rank_product(of_rows, flat_down, flat_up, groups)

@@ -1,0 +1,85 @@
+"""A grouped linear layer whose weights are frozen codes, with low-rank adapters that train: `LoraGroupedLinear`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from padless.formats import BlockScaledFormat, BlockScaledTensor
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
+from padless.nn.lora.frozen import frozen_product
+from padless.ops.checks import describe
+from padless.quantization.quantize import quantize
+
+
+class LoraGroupedLinear(AdaptedModule):
+    """y[rows of g] = W[g] x + bias[g] + scaling * B[g] (A[g] x), one projection of `LoraExperts` for rows by group.
+
+    weight: (G, N, K) FP8_BLOCK, MXFP8, MXFP4 or NVFP4 codes of kind "weight"; constants, in no state dict.
+    bias: (G, N) or None; trained where it is an nn.Parameter.
+    activations: format of the rows, or torch.bfloat16; None for the one that `padless.moe.moe` takes with the weights.
+    rank, alpha, rslora, dropout, adapters, dtype: as for `LoraExperts`.
+
+    Parameters, by an adapter's name: ``a[name]`` (G, r, K) and ``b[name]`` (G, N, r). ``active``: the adapter of all
+    rows, None for none; it may be assigned. Raises ValueError.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        *,
+        bias: torch.Tensor | None = None,
+        activations: BlockScaledFormat | torch.dtype | None = None,
+        rank: int = 16,
+        alpha: float = 32.0,
+        rslora: bool = False,
+        dropout: float = 0.0,
+        adapters: Sequence[str] = ("default",),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__(rank, alpha, rslora, dropout, adapters, dtype)
+        check_weights("weight", weight)
+        self.weight, self.activations = weight, activations
+        self.num_groups, self.out_features, self.in_features = weight.logical_shape
+        self._add_bias("bias", bias, (self.num_groups, self.out_features))
+        self.a, self.b = self._factors(weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every A uniformly from +- 1 / sqrt(K) and sets every B to zero."""
+        self._reset(self.a, self.b)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LoraGroupedLinear:
+        """Moves the codes along with the parameters; their types stay."""
+        super()._apply(fn, recurse)
+        device = self.a[self.adapters[0]].device
+        if device.type != "meta":
+            self.weight = self.weight.to(device)
+        return self
+
+    def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        """(M, N) bfloat16 of x (M, K), bfloat16, float16 or float32, and offs (G,) int32, ends of the groups' rows.
+
+        Rows from offs[-1] on hold anything. Without an adapter it has the bits of `padless.grouped_gemm` of the
+        quantized rows. Differentiable, once, for x, the active adapter and a bias that is a parameter. No
+        synchronization. Raises ValueError.
+        """
+        self._check_active()
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.device != self.weight.device:
+            raise ValueError(f"x must be (M, {self.in_features}) on {self.weight.device}, got {describe(x)}")
+        format, scale = format_of_rows(self.activations, self.weight)
+        operand: BlockScaledTensor | torch.Tensor = x.detach().to(torch.bfloat16)
+        if format is not None:
+            operand = quantize(x.detach(), format, global_scale=scale)
+        y = frozen_product(x, operand, self.weight, self.bias, offs)
+        if self.active is None:
+            return y
+        return y + self._delta(x, self.a, self.b, (self.active,), False, offs)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}, {self.weight.format.name}"
+        return f"{sizes}, rank={self.rank}, scaling={self.scaling}, adapters={self.adapters}"
