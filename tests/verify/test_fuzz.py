@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from padless.formats import BlockScaledTensor
+from padless.nn.lora import base as lora_base
+from padless.nn.lora import linear as lora_linear
 from padless.verify.bf16 import fuzz as plain
 from padless.verify.fuzz import decode, epilogues, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
@@ -304,6 +306,24 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
     "the shared expert": ("moe.moe", layers.moe, "moe", forgets("shared")),
     "the shared expert of few tokens": ("moe.decode", decode.moe, "moe", forgets("shared")),
     "a bias of the layer": ("moe.moe", layers.moe, "moe", forgets("bias2")),
+    "the adapter of another group": (
+        "nn.LoraGroupedLinear",
+        lora_base,
+        "low_rank_product",
+        lambda right: lambda rows, a, b, offs: right(rows, a.roll(1, 0), b, offs),
+    ),
+    "an adapter without the gradient of its rows": (
+        "nn.LoraGroupedLinear",
+        lora_base,
+        "low_rank_product",
+        lambda right: lambda rows, *others: right(rows.detach(), *others),
+    ),
+    "frozen weights that pass on no gradient": (
+        "nn.LoraGroupedLinear",
+        lora_linear,
+        "frozen_product",
+        lambda right: lambda rows, *others: right(rows.detach(), *others),
+    ),
 }
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from padless.runtime.choices import BackendName
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import decode, epilogues, kinds, layers, products, quantizers, training, whole_layer
+from padless.verify.fuzz import adapters, decode, epilogues, kinds, layers, products, quantizers, training, whole_layer
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Problem, Subject
 from padless.verify.fuzz.states.subjects import STATES
@@ -107,6 +107,9 @@ SUBJECTS: dict[str, Subject] = {
         lines=decode.lines,
     ),
     "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
+    "nn.LoraGroupedLinear": Subject(
+        adapters.constants, adapters.rest, adapters.judge_linear, 3, 2, ("reference", "sm_90a")
+    ),
 }
 
 
