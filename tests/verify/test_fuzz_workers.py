@@ -162,7 +162,7 @@ def test_a_worker_varies_what_needs_no_compilation(monkeypatch: pytest.MonkeyPat
     subjects = subjects_of("cuda", "sm_90a")
     task = worker.Task(1, 5, "cuda", 1e12, 0, workers=64)
     kit = worker.kit_of(task, 1, subjects)
-    problems = list(itertools.islice(worker.problems_of(task, subjects), 600))
+    problems = list(itertools.islice(worker.problems_of(task, subjects), 640))
     assert len({str(problem) for problem in problems}) == len(problems)
     strange = 0
     for call, subject in subjects.items():

@@ -1,7 +1,7 @@
 """PEFT's adapters of `target_parameters` over quantized experts: `use_padless_peft`.
 
 PEFT takes shape and type of an adapter from the parameter and adds B A to it while the module runs. Codes have neither
-the weight's shape (FP4 is packed) nor a sum, so that quantized experts get a wrapper of their own: parameters, names
+the weight's shape (FP4 is packed) nor a sum, so that quantized experts get another wrapper: parameters, names
 and files are PEFT's, the arithmetic is that of `padless.nn.LoraExperts`.
 """
 
@@ -59,8 +59,8 @@ def _wrapper() -> Any:
             base = self.get_base_layer()
             if fused_activation(base) is None:
                 raise ValueError(
-                    f"{label(base, self.parameter_name)} is of experts that compute an activation or a norm of their "
-                    "own, which adapters are not made for: leave it out of target_parameters"
+                    f"{label(base, self.parameter_name)} is of experts that compute an activation or a norm themselves, "
+                    "which adapters are not made for: leave it out of target_parameters"
                 )
             weights = expert_weights(base)
             sides = {first_projection(base): weights.w13, "down_proj": weights.w2}

@@ -1,4 +1,4 @@
-"""What modules with adapters share: their settings, A and B by name, and the low-rank product of rows."""
+"""Settings, factors and the low-rank product that modules with adapters share: `AdaptedModule`."""
 
 from __future__ import annotations
 
