@@ -314,7 +314,7 @@ def _quantize_rows(
             unusual = tl.max(row_blocks._far_from_one(second).to(tl.int32)) > 0
             scale, multiplier = row_blocks._nvfp4_scale(amax_bits, first, second, unusual, RULE, HARDWARE_CAST)
         else:
-            scale, multiplier = row_blocks._mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
+            scale, multiplier = row_blocks.mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
         if ELEMENT == "e2m1":
             low, high = tl.split(tl.reshape(x, (BLOCK_M, WIDTH, 2)))
             half = row_blocks._for_pairs(multiplier, BLOCK_M, BLOCKS, BLOCK) * 0.5

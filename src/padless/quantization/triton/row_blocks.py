@@ -240,7 +240,7 @@ def _row_blocks(
             unusual = tl.max(_far_from_one(second).to(tl.int32)) > 0
         scale, multiplier = _nvfp4_scale(amax_bits, first, second, unusual, RULE, HARDWARE_CAST)
     else:
-        scale, multiplier = _mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
+        scale, multiplier = mx_scale(amax_bits, RULE, EMAX, MAX_MANTISSA)
 
     if ELEMENT == "e2m1":
         if BY_PAIRS and WORDS == "bf16" and (RULE == "floor" or RULE == "rceil"):
@@ -303,7 +303,7 @@ def _far_from_one(x):
 
 
 @triton.jit
-def _mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr):
+def mx_scale(amax_bits, RULE: tl.constexpr, EMAX: tl.constexpr, MAX_MANTISSA: tl.constexpr):
     """(E8M0 byte, 2^(127 - byte)) of blocks from the bits of their amax.
 
     "rceil" divides nothing: amax / largest is above a power of two exactly where amax is above largest times it,
