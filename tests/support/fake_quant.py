@@ -30,11 +30,11 @@ def of_rows(x: torch.Tensor, format: object) -> torch.Tensor:
     return decoded(x, format=format)
 
 
-def of_tokens(x: torch.Tensor, fp8: bool, square: bool = False) -> torch.Tensor:
+def of_tokens(x: torch.Tensor, format: object, square: bool = False) -> torch.Tensor:
     """x (tokens of one expert, features) with scales along the tokens, counted from the expert's first."""
-    if not fp8:
+    if format not in (FP8_BLOCK, MXFP8):
         return rounded(x)
-    return decoded(x.T.contiguous(), "weight" if square else "activation").T
+    return decoded(x.T.contiguous(), "weight" if square else "activation", format).T
 
 
 def of_gradient(x: torch.Tensor, format: object, along_tokens: bool = False) -> torch.Tensor:
@@ -47,7 +47,8 @@ def of_gradient(x: torch.Tensor, format: object, along_tokens: bool = False) -> 
 def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
     """The output and the gradients, float64; gate above up in w13."""
     forward, dgrad, wgrad = recipe.forward, recipe.dgrad, recipe.fp8_wgrad
-    square = recipe.wgrad_mode == "1d2d"
+    square = wgrad and recipe.wgrad_mode == "1d2d"
+    along = recipe.wgrad in (FP8_BLOCK, MXFP8)
     found = {
         "out": problem.shared.double(),
         "x": torch.zeros(problem.x.shape, dtype=torch.float64),
@@ -83,6 +84,6 @@ def step(problem: Layer, recipe: Recipe) -> dict[str, torch.Tensor]:
             dz, hidden = rounded(dz), rounded(hidden.detach())
         found["prob"][token, slot] = of_prob.grad[:, 0]
         found["x"].index_add_(0, token, rounded(of_gradient(dz, dgrad) @ w13_dgrad))
-        found["w13"][e] = of_gradient(dz, recipe.wgrad, wgrad).T @ of_tokens(x, wgrad, square)
-        found["w2"][e] = of_gradient(dy, recipe.wgrad, wgrad).T @ of_tokens(hidden.detach(), wgrad, square)
+        found["w13"][e] = of_gradient(dz, recipe.wgrad, along).T @ of_tokens(x, recipe.wgrad, square)
+        found["w2"][e] = of_gradient(dy, recipe.wgrad, along).T @ of_tokens(hidden.detach(), recipe.wgrad, square)
     return found

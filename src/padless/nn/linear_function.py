@@ -15,7 +15,7 @@ from padless.nn.calls import call
 from padless.nn.lifted import lowered
 from padless.nn.nvfp4 import padded_offs
 from padless.nn.products import Columns, Rows, product
-from padless.nn.quantizers import quantize_rows, rows_and_columns
+from padless.nn.quantizers import mx_rows_and_columns, quantize_rows, rows_and_columns
 from padless.nn.recipe import Format, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import (
     WeightOperands,
@@ -182,6 +182,10 @@ def operands_of_rows(
     if columns_format == FP8_BLOCK:
         quantized, columns = rows_and_columns(of_blocks, offs, block, both, tokens, alignment)
         rows = rows if quantized is None else quantized
+    elif columns_format == MXFP8:
+        of_rows, columns = mx_rows_and_columns(x, offs, rows_format == MXFP8)
+        if of_rows is not None:
+            return of_rows, columns
     elif columns_format == NVFP4:
         columns = call("nvfp4_columns", plain, offs, is_gradient)
     if rows_format == NVFP4:
@@ -200,6 +204,8 @@ def flat_columns(columns: Columns) -> tuple[torch.Tensor | None, ...]:
     """What autograd saves of an operand along the tokens."""
     if isinstance(columns, GroupedColumns):
         return columns.data, columns.scale, columns.starts, columns.block_starts
+    if isinstance(columns, tuple):
+        return *columns, None, None
     return columns, None, None, None
 
 
@@ -212,6 +218,6 @@ def joined_columns(saved: Any, facts: tuple[tuple[int, int], int] | None, offs: 
     """The inverse of `flat_columns` and `columns_facts`."""
     if facts is None:
         plain: torch.Tensor = saved[0]
-        return plain
+        return plain if saved[1] is None else (plain, saved[1])
     data, scale, starts, block_starts = saved
     return GroupedColumns(data, scale, offs, starts, block_starts, *facts)

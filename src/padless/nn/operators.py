@@ -16,8 +16,11 @@ from padless.moe.ops import _quantized_fake, operator
 from padless.nn import rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
+from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
+from padless.quantization.mx_rows_columns import values_of_columns
 from padless.quantization.quantize import quantize
-from padless.runtime.devices import hopper_driver
+from padless.runtime.architecture import BLACKWELL
+from padless.runtime.devices import hopper_driver, kernels_for
 
 E4M3 = torch.float8_e4m3fn
 
@@ -101,6 +104,44 @@ def _bf16_wgrad_into(
         out += found
     else:
         out.copy_(found)
+
+
+def _mxfp8_wgrad_fake(
+    dy: torch.Tensor, dy_scale: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    return dy.new_empty((offs.shape[0], dy.shape[1], x.shape[1]), dtype=out_dtype)
+
+
+@operator(
+    "mxfp8_grouped_gemm_wgrad",
+    "(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor offs, ScalarType out_dtype) -> Tensor",
+    _mxfp8_wgrad_fake,
+)
+def _mxfp8_wgrad(
+    dy: torch.Tensor, dy_scale: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor, offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """dy[rows of g].T @ x[rows of g], (G, N, K), of bytes of MXFP8 with scales along the tokens."""
+    out = _mxfp8_wgrad_fake(dy, dy_scale, x, x_scale, offs, out_dtype)
+    _mxfp8_wgrad_into(out, dy, dy_scale, x, x_scale, offs, False)
+    return out
+
+
+@operator(
+    "mxfp8_grouped_gemm_wgrad_",
+    "(Tensor(a!) out, Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor offs, bool accumulate) -> ()",
+    lambda *arguments: None,
+)
+def _mxfp8_wgrad_into(
+    out: torch.Tensor, dy: torch.Tensor, dy_scale: torch.Tensor, x: torch.Tensor, x_scale: torch.Tensor,
+    offs: torch.Tensor, accumulate: bool,
+) -> None:  # fmt: skip
+    of_dy, of_x = ((t.view(E4M3), s.view(torch.float8_e8m0fnu)) for t, s in ((dy, dy_scale), (x, x_scale)))
+    if not dy.is_cuda or kernels_for(dy.device) == BLACKWELL.name:
+        grouped_gemm_wgrad_mxfp8(of_dy, of_x, offs, out=out, accumulate=accumulate)
+    else:
+        _bf16_wgrad_into(out, values_of_columns(of_dy, offs), values_of_columns(of_x, offs), offs, accumulate)
 
 
 def _has_bf16_kernels(t: torch.Tensor) -> bool:

@@ -16,9 +16,10 @@ from padless.nn import operators as operators  # registers those that are called
 from padless.nn.calls import call
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
+from padless.quantization.mx_rows_columns import Columns as MxColumns
 
 Rows = BlockScaledTensor | torch.Tensor
-Columns = GroupedColumns | torch.Tensor
+Columns = GroupedColumns | MxColumns | torch.Tensor
 
 
 def _tensor(found: Any) -> torch.Tensor:
@@ -61,6 +62,8 @@ def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -
     """
     if isinstance(dy, torch.Tensor):
         return _tensor(call("bf16_grouped_gemm_wgrad", dy, x, offs, out_dtype))
+    if isinstance(dy, tuple):
+        return _tensor(call("mxfp8_grouped_gemm_wgrad", *_bytes(dy), *_bytes(x), offs, out_dtype))
     assert isinstance(x, GroupedColumns)
     if _features_share_scales(dy):
         return wgrad(x, dy, offs, out_dtype).mT.contiguous()
@@ -74,11 +77,21 @@ def wgrad_into(out: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor, *
     if isinstance(dy, torch.Tensor):
         call("bf16_grouped_gemm_wgrad_", out, dy, x, offs, accumulate)
         return
+    if isinstance(dy, tuple):
+        call("mxfp8_grouped_gemm_wgrad_", out, *_bytes(dy), *_bytes(x), offs, accumulate)
+        return
+    assert isinstance(x, GroupedColumns)
     if _features_share_scales(dy):
         found = wgrad(x, dy, offs, torch.float32 if accumulate else out.dtype).mT
         _ = out.add_(found) if accumulate else out.copy_(found)
         return
     grouped_gemm_wgrad(dy, x, out=out, accumulate=accumulate)
+
+
+def _bytes(columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """MXFP8 codes and scales along the tokens, as operators take them."""
+    assert isinstance(columns, tuple)
+    return columns[0].view(torch.uint8), columns[1].view(torch.uint8)
 
 
 def _features_share_scales(t: GroupedColumns) -> bool:

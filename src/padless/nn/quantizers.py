@@ -10,7 +10,7 @@ import torch
 from padless.formats import FP8_BLOCK, MXFP8, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import GroupedColumns
 from padless.nn.calls import call, is_traced
-from padless.quantization import rows_columns, swiglu_backward, weight_both
+from padless.quantization import mx_rows_columns, rows_columns, swiglu_backward, weight_both
 from padless.quantization.rows_columns import chosen_alignment, quantize_rows_columns
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.quantization.weight_both import quantize_weight_both
@@ -54,6 +54,17 @@ def rows_and_columns(
     )
     columns = GroupedColumns(of_columns.view(_E4M3), column_scale, offs, starts, block_starts, block, alignment)
     return (quantized(codes, scale) if rows else None), columns
+
+
+def mx_rows_and_columns(
+    x: torch.Tensor, offs: torch.Tensor, rows: bool
+) -> tuple[BlockScaledTensor | None, mx_rows_columns.Columns]:
+    """x (M, N) in MXFP8 along its rows, None without ``rows``, and along the tokens of every group."""
+    if is_traced(x):
+        return mx_rows_columns.quantize_mx_rows_columns(x, offs, rows=rows)
+    row_codes, row_scale, codes, scale = mx_rows_columns._run(x, offs, rows, "plain")
+    columns = codes.view(_E4M3), scale.view(MXFP8.scale_dtype)
+    return (quantized(row_codes, row_scale, format=MXFP8) if rows else None), columns
 
 
 def activation_gradients(

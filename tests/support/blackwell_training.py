@@ -1,0 +1,66 @@
+"""Runs a training step in MXFP8 on a pretended B200: `python -m support.blackwell_training`.
+
+Prints one JSON object: which of the output and the gradients have the bits of the same step on the CPU, whose products
+run in the emulator one by one and whose passes are torch twins; and the launches' kernels and kinds of reports.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from support.blackwell_layer import COMPILERS_OWN
+
+
+def main() -> dict[str, Any]:
+    """The step's record."""
+    from padless.emulator.program.run import install
+
+    session = install("B200", num_sms=2, say=lambda line: None)
+    import torch
+
+    from padless import MXFP8
+    from padless.nn import Recipe, experts_of_rows
+    from padless.runtime.devices import backend_on_cpu
+
+    draw = torch.Generator().manual_seed(0)
+    sizes, h, i, capacity = (1, 0, 33, 40), 96, 64, 80  # six rows behind the last group
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    w13 = torch.randn(len(sizes), 2 * i, h, generator=draw) / h**0.5
+    w2 = torch.randn(len(sizes), h, i, generator=draw) / i**0.5
+    x, dout = (torch.randn(capacity, h, generator=draw) for _ in range(2))
+    prob = torch.rand(capacity, generator=draw)
+
+    def step(on_gpu: bool) -> dict[str, torch.Tensor]:
+        made = {"x": x, "w13": w13, "w2": w2}
+        leaves = {name: (t.bfloat16().cuda() if on_gpu else t.bfloat16()) for name, t in made.items()}
+        leaves["prob"] = prob.cuda() if on_gpu else prob.clone()
+        for t in leaves.values():
+            t.requires_grad_()
+        there = (offs.cuda(), dout.bfloat16().cuda()) if on_gpu else (offs, dout.bfloat16())
+        out = experts_of_rows(
+            leaves["x"], there[0], leaves["w13"], leaves["w2"], leaves["prob"], recipe=Recipe(MXFP8, MXFP8, MXFP8)
+        )
+        out.backward(there[1])
+        found = {"out": out, **{name: t.grad for name, t in leaves.items()}}
+        return {name: t.detach().cpu() for name, t in found.items() if t is not None}
+
+    with backend_on_cpu("emulator:sm_100a"):
+        want = step(False)
+    got = step(True)
+    launches = [
+        (
+            launched.name,
+            sorted(
+                {r.kind for r in launched.result.reports}
+                - set(() if launched.name.startswith("padless_") else COMPILERS_OWN)
+            ),
+        )
+        for launched in session.launches
+    ]
+    equal = {name: torch.equal(got[name], t) and bool(t.isfinite().all()) for name, t in want.items()}
+    return {"equal": equal, "launches": launches, "refused": session.refused}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
