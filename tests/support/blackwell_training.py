@@ -1,4 +1,4 @@
-"""Runs a training step in MXFP8 on a pretended B200: `python -m support.blackwell_training`.
+"""Runs a training step in MXFP8 on a pretended B200: `python -m support.blackwell_training [BUG]`.
 
 Prints one JSON object: which of the output and the gradients have the bits of the same step on the CPU, whose products
 run in the emulator one by one and whose passes are torch twins; and the launches' kernels and kinds of reports.
@@ -7,12 +7,16 @@ run in the emulator one by one and whose passes are torch twins; and the launche
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 from support.blackwell_layer import COMPILERS_OWN
 
+BUG = "columns with a row of the group before"
 
-def main() -> dict[str, Any]:
+
+def main(bug: str = "") -> dict[str, Any]:
     """The step's record."""
     from padless.emulator.program.run import install
 
@@ -20,7 +24,7 @@ def main() -> dict[str, Any]:
     import torch
 
     from padless import MXFP8
-    from padless.nn import Recipe, experts_of_rows
+    from padless.nn import Recipe, experts_function, experts_of_rows, linear_function
     from padless.runtime.devices import backend_on_cpu
 
     draw = torch.Generator().manual_seed(0)
@@ -47,6 +51,24 @@ def main() -> dict[str, Any]:
 
     with backend_on_cpu("emulator:sm_100a"):
         want = step(False)
+    # Inside of autograd's engine nothing pretends, and what it hands out has lost the mark of a pretended GPU.
+    right, pretended = experts_function._gradients, torch.overrides._get_current_function_mode()
+
+    def marked(t: Any) -> Any:
+        if t is not None:
+            t._padless_on_gpu = True
+        return t
+
+    def gradients(ctx: Any, dout: torch.Tensor) -> Any:
+        facts = {name: getattr(ctx, name) for name in ("plan", "needs_input_grad", "dtypes", "weights", "facts")}
+        with pretended:
+            saved = [marked(t) for t in ctx.saved_tensors]
+            return right(SimpleNamespace(**facts, saved_tensors=saved), marked(dout))
+
+    experts_function._gradients = gradients
+    if bug == BUG:
+        both = linear_function.mx_rows_and_columns
+        linear_function.mx_rows_and_columns = lambda x, offs, rows: both(x, offs - 1, rows)
     got = step(True)
     launches = [
         (
@@ -63,4 +85,4 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(main(*sys.argv[1:])))

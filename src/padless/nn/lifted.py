@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import GroupedColumns
+from padless.nn.products import Columns, Rows
 from padless.nn.quantizers import quantized
 from padless.quantization.lifting import lowered_by_lift
 
-Operand = TypeVar("Operand", BlockScaledTensor | torch.Tensor, GroupedColumns | torch.Tensor)
+Operand = TypeVar("Operand", Rows, Columns)
 
 
 def lowered(operand: Operand) -> Operand:
