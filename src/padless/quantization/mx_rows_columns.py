@@ -29,7 +29,7 @@ def quantize_mx_rows_columns(
     x: (M, F) bfloat16, float16 or float32, any strides; read once.
     offs: (G,) int32 or int64 cumulative END rows of the groups, on x's device, never read by the host.
     rows: False leaves the first of the two out, which is None then.
-    scale_layout: of the rows' scales, "plain" or "blocked_groups": 32x4x4 tiles, each group on tiles of its own.
+    scale_layout: of the rows' scales, "plain" or "blocked_groups": 32x4x4 tiles, a group beginning a tile.
 
     Returns (rows, (codes, scale)). rows: `padless.quantize` of x to MXFP8 to the bit. codes: (M, F) float8_e4m3fn, zeros
         in rows of no group. scale: (4 * (M // 128 + G), F) float8_e8m0fnu, one to 32 tokens counted from the group's
