@@ -19,7 +19,7 @@ import torch
 
 from padless import MXFP8
 from padless.autograd import grouped_linear
-from padless.nn import Recipe
+from padless.nn import Experts, Recipe
 from padless.nn.operators import _bf16_wgrad
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.quantization.mx_rows_columns import quantize_mx_rows_columns, values_of_columns
@@ -84,3 +84,20 @@ def test_microbatches_are_added_in_float32() -> None:
         added.overwrite_main_grad = turn == 0
         grouped_linear(x, added, offs, recipe).backward(dy)
     assert torch.equal(added.main_grad, single[0] + single[1])
+
+
+def test_a_compiled_step_has_the_eager_bits() -> None:
+    g = torch.Generator().manual_seed(3)
+    layer = Experts(96, 64, 3, recipe=Recipe(MXFP8, MXFP8, MXFP8), dtype=torch.bfloat16)
+    x, dout = (torch.randn(40, 96, generator=g).bfloat16() for _ in range(2))
+    ids, weights = torch.randint(-1, 3, (40, 2), generator=g), torch.rand(40, 2, generator=g)
+
+    def step(call: Any) -> list[torch.Tensor]:
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = call(leaf, ids, weights)
+        out.backward(dout)
+        return [out.detach(), leaf.grad, *(p.grad.clone() for p in layer.parameters())]
+
+    for got, want in zip(step(torch.compile(layer, fullgraph=True, backend="aot_eager")), step(layer), strict=True):
+        assert torch.equal(got, want)
