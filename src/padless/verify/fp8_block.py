@@ -21,10 +21,10 @@ from padless.row_groups import clamped_ends
 from padless.runtime.choices import Kind, ScaleMajor
 from padless.testing.judge import values_of
 from padless.testing.operands import mn_major_in_nan
+from padless.verify import train_quantizers
 from padless.verify.checks import Check, run_small
 from padless.verify.fuzz.judge import FP8_PRECISION, Precision, Product, exact_grouped
 from padless.verify.fuzz.place import Place
-from padless.verify.train_quantizers import check_train_quantizers
 
 Shape = tuple[tuple[int, ...], int, int, int]  # sizes, rows past the last group, N, K
 
@@ -272,7 +272,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "streams and threads": Check(check_streams_and_threads),
     "dense": Check(check_dense),
     "quantizers agree": Check(check_quantizers_agree, 0),
-    "training quantizers agree": check_train_quantizers,
+    "training quantizers agree": train_quantizers.CHECK,
 }
 SMALL = Check(small_problems)
 

@@ -1,10 +1,11 @@
-"""Checks on a GPU that the quantizers of training give the bits of their definitions in torch, from poisoned memory."""
+"""The quantizers of training give the bits of their definitions in torch, from poisoned memory, in a CUDA graph too."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,67 +16,25 @@ from padless.quantization.rows_columns import quantize_rows_columns, rows_column
 from padless.quantization.swiglu_backward import swiglu_backward_quantize, swiglu_backward_torch
 from padless.quantization.weight_both import quantize_weight_both, weight_both_torch
 from padless.runtime.choices import SwigluGateUp
-from padless.testing.timing import capture
+from padless.verify.checks import Check
+from padless.verify.fuzz.place import Place
 
-DEVICE = "cuda"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCKS = ((1, 128), (128, 128))
 _ALIGNMENTS = (32, 128)
-
-
-class _Rows(NamedTuple):
-    """Sizes of groups, rows past the last one, columns."""
-
-    sizes: tuple[int, ...]
-    past: int
-    columns: int
-
-
-_PROBLEMS = (
-    _Rows((0, 1, 15, 16, 17, 31, 32, 33, 0), 3, 144),
-    _Rows((127, 128, 129, 0, 255, 257), 140, 1040),
-    _Rows((0, 700, 0), 0, 256),
-    _Rows((0, 0), 5, 272),
-    _Rows((0, 0, 0), 0, 16),
-    _Rows(tuple((37 * g) % 53 for g in range(70)), 7, 2064),
+Rows = tuple[tuple[int, ...], int, int]  # sizes of groups, rows past the last one, columns
+_PROBLEMS: tuple[Rows, ...] = (
+    ((0, 1, 15, 16, 17, 31, 32, 33, 0), 3, 144),
+    ((127, 128, 129, 0, 255, 257), 140, 1040),
+    ((0, 700, 0), 0, 256),
+    ((0, 0), 5, 272),
+    ((0, 0, 0), 0, 16),
+    (tuple((37 * g) % 53 for g in range(70)), 7, 2064),
 )
 # Columns of dH for each layout of gate and up: whole blocks, short ones, and blocks that both share.
-_SWIGLU: tuple[tuple[SwigluGateUp, int], ...] = (
-    ("concatenated", 384),
-    ("concatenated", 208),
-    ("interleaved", 384),
-    ("interleaved", 96),
-)
+_SWIGLU: dict[SwigluGateUp, tuple[int, int]] = {"concatenated": (384, 208), "interleaved": (384, 96)}
 _WEIGHTS = ((3, 200, 1040), (136, 144), (2, 127, 257), (1, 1))
-_BY_CHANCE = ((1, 16), (129, 1040), (300, 272))
-
-
-def check_train_quantizers() -> str:
-    """Codes, scales, starts and sums as torch has them on the CPU, every byte written; captured in a CUDA graph too."""
-    count = 0
-    with _poisoned_memory():
-        for seed, rows in enumerate(_PROBLEMS):
-            for dtype in _DTYPES:
-                for block, alignment in zip((*_BLOCKS, *_BLOCKS), (*_ALIGNMENTS, *reversed(_ALIGNMENTS)), strict=True):
-                    _check_rows_columns(rows, dtype, block, alignment, seed)
-                    count += 1
-        for seed, rows in enumerate(_PROBLEMS[:3]):
-            for gate_up, columns in _SWIGLU:
-                for dtype, block, with_prob in zip(_DTYPES, (*_BLOCKS, (1, 128)), (True, True, False), strict=True):
-                    problem = rows._replace(columns=columns)
-                    _check_swiglu(problem, dtype, gate_up, block, _ALIGNMENTS[seed % 2], with_prob, seed)
-                    count += 1
-        for shape in _WEIGHTS:
-            for dtype in _DTYPES:
-                _check_weight(shape, dtype)
-                count += 1
-        for shape in _BY_CHANCE:
-            for dtype in _DTYPES:
-                _check_by_chance(shape, dtype)
-                count += 1
-    if torch.cuda.is_available():
-        _check_graph()
-    return f"{count} problems, bit for bit the same; a graph's replay sees new values and new group sizes"
+_STOCHASTIC = ((1, 16), (129, 1040), (300, 272))
 
 
 def _values(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -105,114 +64,101 @@ def _poisoned_memory() -> Iterator[None]:
         yield
 
 
-def _require_same(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], what: str) -> None:
-    """Raise AssertionError unless all have the same bits, in MN-major scales the padding too."""
+def _bytes(*parts: Any) -> list[torch.Tensor]:
+    """Codes and scales of quantized tensors."""
+    return [t for part in parts for t in (part.data.view(torch.uint8), part.scale)]
+
+
+def _same(place: Place, what: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> None:
+    """All have the same strides and bits, in MN-major scales the padding too."""
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), f"{what}: output {index}"
+        name = f"{what}: output {index}"
+        place.judge.wrong(f"{name}: strides {a.stride()}, not {b.stride()}", a.stride() != b.stride())
         if a.dtype == torch.float32 and a.dim() == 2 and a.stride(0) == 1 < a.stride(1):
             a, b = (t.as_strided((t.stride(1), t.shape[1]), t.stride()) for t in (a, b))
-        a, b = (t.cpu().contiguous() for t in (a, b))
-        if a.dtype == torch.float32:
-            a, b = a.view(torch.int32), b.view(torch.int32)
-        assert torch.equal(a, b), f"{what}: output {index} differs in {int((a != b).sum())} places"
+        place.judge.same(name, a.contiguous(), place.put(b.contiguous()))
 
 
-def _check_rows_columns(rows: _Rows, dtype: torch.dtype, block: tuple[int, int], alignment: int, seed: int) -> None:
-    x = _values((sum(rows.sizes) + rows.past, rows.columns), dtype, seed)
-    tokens = torch.randint(len(x), (len(x),), generator=torch.Generator().manual_seed(seed)) if len(x) else None
-    offs = group_offsets(list(rows.sizes))
-    for chosen in (None, tokens):
-        want = rows_columns_torch(x if chosen is None else x[chosen], offs, block, alignment, True)
-        found, columns = quantize_rows_columns(
-            x.to(DEVICE),
-            offs.to(DEVICE),
-            column_block=block,
-            alignment=alignment,
-            tokens=None if chosen is None else chosen.to(DEVICE),
-        )
-        assert found is not None
-        of_columns = (columns.data.view(torch.uint8), columns.scale, columns.starts, columns.block_starts)
-        got = (found.data.view(torch.uint8), found.scale, *of_columns)
-        what = "rows" if chosen is None else "chosen rows"
-        _require_same(got, want, f"{what} and columns {rows} {dtype} {block} {alignment}")
+def _rows_columns(place: Place, rows: Rows, dtype: torch.dtype, block: tuple[int, int], alignment: int) -> None:
+    (sizes, past, columns), seed = rows, _PROBLEMS.index(rows)
+    m, offs = sum(sizes) + past, group_offsets(sizes)
+    x = _values((m, columns), dtype, seed)
+    tokens = torch.randint(m, (m,), generator=torch.Generator().manual_seed(seed)) if m else None
+    there, ends, chosen = (place.put(t) for t in (x, offs, tokens))
+    for some, picked in ((None, x), (chosen, x if tokens is None else x[tokens])):
+        found, c = quantize_rows_columns(there, ends, column_block=block, alignment=alignment, tokens=some)
+        want = rows_columns_torch(picked, offs, block, alignment, True)
+        got = [*_bytes(found, c), c.starts, c.block_starts]
+        _same(place, f"rows and columns {rows} {dtype} {block} {alignment}, chosen: {some is not None}", got, want)
 
 
-def _check_swiglu(
-    rows: _Rows,
-    dtype: torch.dtype,
-    gate_up: SwigluGateUp,
-    block: tuple[int, int],
-    alignment: int,
-    with_prob: bool,
-    seed: int,
-) -> None:
-    m = sum(rows.sizes) + rows.past
-    dh, z = _values((m, rows.columns), dtype, seed), _values((m, 2 * rows.columns), dtype, seed + 1)
-    prob = torch.rand(m, generator=torch.Generator().manual_seed(seed)) if with_prob else None
-    offs = group_offsets(list(rows.sizes))
-    want = swiglu_backward_torch(dh, z, offs, prob, gate_up, block, alignment)
-    found = swiglu_backward_quantize(
-        dh.to(DEVICE),
-        z.to(DEVICE),
-        offs.to(DEVICE),
-        None if prob is None else prob.to(DEVICE),
-        gate_up=gate_up,
-        hidden_block=block,
-        alignment=alignment,
-    )
-    tensors = [found.dz_rows.data.view(torch.uint8), found.dz_rows.scale]
-    for columns in (found.dz_columns, found.hidden_columns):
-        tensors += [columns.data.view(torch.uint8), columns.scale]
-    tensors += [found.dz_columns.starts, found.dz_columns.block_starts]
-    tensors += [] if found.dprob is None else [found.dprob]
-    _require_same(tensors, want[: len(tensors)], f"swiglu {rows} {dtype} {gate_up} {block} {alignment}")
+def _swiglu(place: Place, seed: int, gate_up: SwigluGateUp, columns: int, dtype: torch.dtype) -> None:
+    sizes, past, _ = _PROBLEMS[seed]
+    m, alignment, block = sum(sizes) + past, _ALIGNMENTS[seed % 2], _BLOCKS[dtype == torch.float16]
+    dh, z = _values((m, columns), dtype, seed), _values((m, 2 * columns), dtype, seed + 1)
+    prob = torch.rand(m, generator=torch.Generator().manual_seed(seed)) if dtype != torch.float32 else None
+    given = (dh, z, group_offsets(sizes), prob)
+    there = (place.put(t) for t in given)
+    found = swiglu_backward_quantize(*there, gate_up=gate_up, hidden_block=block, alignment=alignment)
+    c = found.dz_columns
+    got = [*_bytes(found.dz_rows, c, found.hidden_columns), c.starts, c.block_starts]
+    got += [] if found.dprob is None else [found.dprob]
+    want = swiglu_backward_torch(*given, gate_up, block, alignment)[: len(got)]
+    _same(place, f"swiglu {sizes} {columns} {dtype} {gate_up} {block} {alignment}", got, want)
 
 
-def _check_weight(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _weight(place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     w = _values(shape, dtype, sum(shape))
-    got = [t for weight in quantize_weight_both(w.to(DEVICE)) for t in (weight.data.view(torch.uint8), weight.scale)]
-    _require_same(got, weight_both_torch(w), f"weight {shape} {dtype}")
+    _same(place, f"weight {shape} {dtype}", _bytes(*quantize_weight_both(place.put(w))), weight_both_torch(w))
 
 
-def _check_by_chance(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def _stochastic(place: Place, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = _values(shape, dtype, sum(shape)).nan_to_num(0.0, 0.0, 0.0)  # a NaN has other bits on a GPU
-    moved, signs, seed = x.to(DEVICE), 0x5A3C, 12345678901234567
-    _require_same((random_hadamard(moved, signs),), (random_hadamard(x, signs),), f"Hadamard {shape} {dtype}")
-    got, want = (quantize_nvfp4_stochastic(t, seed=seed) for t in (moved, x))
-    for a, b in ((got.data, want.data), (got.scale, want.scale)):
-        _require_same((a.view(torch.uint8),), (b.view(torch.uint8),), f"by chance {shape} {dtype}")
+    there, signs = place.put(x), 0x5A3C
+    _same(place, f"Hadamard {shape} {dtype}", [random_hadamard(there, signs)], [random_hadamard(x, signs)])
+    got, want = (_bytes(quantize_nvfp4_stochastic(t, seed=12345678901234567)) for t in (there, x))
+    _same(place, f"stochastic rounding {shape} {dtype}", got, want)
 
 
-def _check_graph() -> None:
-    """Both quantizers of rows in one graph: a wait for the GPU would fail the capture."""
+def _replayed(place: Place) -> None:
+    """Both quantizers of rows in one graph, which sees new values and new sizes of groups."""
     m, columns = 300, 256
-    dh, z, prob = (
-        _values((m, columns), torch.bfloat16, 1),
-        _values((m, 2 * columns), torch.bfloat16, 2),
-        torch.rand(m),
+    dh, z = (_values((m, size), torch.bfloat16, size) for size in (columns, 2 * columns))
+    first = [dh, z, group_offsets([100, 0, 57, 99]), torch.rand(m, generator=torch.Generator().manual_seed(1))]
+    second = [dh.flip(0), z.flip(1), group_offsets([0, 199, 1, 56]), first[3].flip(0)]
+    given, others = ([place.put(t) for t in tensors] for tensors in (first, second))
+
+    def step(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor) -> list[torch.Tensor]:
+        rows, c = quantize_rows_columns(dh, offs, alignment=32)
+        found = swiglu_backward_quantize(dh, z, offs, prob, gate_up="concatenated", alignment=32)
+        assert found.dprob is not None
+        starts = [c.starts, found.dz_columns.starts, found.hidden_columns.starts]
+        return [*_bytes(rows, c, found.dz_rows, found.dz_columns, found.hidden_columns), *starts, found.dprob]
+
+    want = step(*others)
+    outs = [torch.empty_like(t) for t in want]
+    place.replayed(
+        lambda: [out.copy_(t) for out, t in zip(outs, step(*given), strict=True)],
+        [*given, *outs],
+        [*others, *(torch.ones_like(t) for t in outs)],
     )
-    offs = group_offsets([100, 0, 57, 99])
-    given = [t.to(DEVICE) for t in (dh, z, prob, offs)]
+    _same(place, "a graph's replay", outs, want)
 
-    def step() -> list[torch.Tensor]:
-        rows, of_rows = quantize_rows_columns(given[0], given[3], alignment=32)
-        gradients = swiglu_backward_quantize(
-            given[0], given[1], given[3], given[2], gate_up="concatenated", alignment=32
-        )
-        assert rows is not None
-        assert gradients.dprob is not None
-        found = (of_rows, gradients.dz_columns, gradients.hidden_columns)
-        tensors = [t for c in found for t in (c.data.view(torch.uint8), c.scale, c.starts)]
-        return [*tensors, rows.data.view(torch.uint8), gradients.dz_rows.data.view(torch.uint8), gradients.dprob]
 
-    captured: list[torch.Tensor] = []
-    graph = capture(lambda: captured.__setitem__(slice(None), step()))
-    for target, source in zip(
-        given, (dh.flip(0), z.flip(1), prob.flip(0), group_offsets([0, 199, 1, 56])), strict=True
-    ):
-        target.copy_(source)
-    for t in captured:
-        t.fill_(1)
-    graph.replay()
-    torch.cuda.synchronize()
-    _require_same(captured, [t.cpu() for t in step()], "a graph's replay")
+def train_quantizers(place: Place) -> None:
+    """Codes, scales, starts and sums as torch has them on the CPU, every byte written."""
+    with _poisoned_memory():
+        for rows, dtype, layout in itertools.product(_PROBLEMS, _DTYPES, itertools.product(_BLOCKS, _ALIGNMENTS)):
+            _rows_columns(place, rows, dtype, *layout)
+        for seed, (gate_up, both), dtype in itertools.product(range(3), _SWIGLU.items(), _DTYPES):
+            for columns in both:
+                _swiglu(place, seed, gate_up, columns, dtype)
+        for dtype in _DTYPES:
+            for shape in _WEIGHTS:
+                _weight(place, shape, dtype)
+            for shape in _STOCHASTIC:
+                _stochastic(place, shape, dtype)
+    _replayed(place)
+
+
+CHECK = Check(train_quantizers, 0)
