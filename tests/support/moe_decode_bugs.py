@@ -18,6 +18,7 @@ WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[pipeline][position.stage]
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[pipeline][position.stage]), position.phase ^ 1);"
 BAR = "bar_sync(CODES_BARRIER, NUM_CONSUMERS);"
 FENCE = "fence_proxy_async_shared();"
+COUNTED = "fence_acq_rel_gpu();  // what this CTA"
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
 IMPATIENT = MoeDecodeConfig(spin_limit=5000)
@@ -42,6 +43,13 @@ BUGS: tuple[Bug, ...] = (
     Bug("some old words stay", (), ((SHARE, "shared.old_words / 4;", "shared.old_words / 8;"),)),
     Bug("launches are not counted", (), ((SHARE, "&control.launches, launches + 1", "&control.launches, launches"),)),
     Bug("shares are not put back", (), ((SHARE, "st_relaxed_gpu(&control.shares, 0);", ""),)),
+    Bug("no fence before being counted", ("race",), ((SHARE, COUNTED, "//"),), seeds=8),
+    Bug(
+        "a fence of the CTA before being counted",
+        ("race",),
+        ((SHARE, COUNTED, 'asm volatile("fence.acq_rel.cta;" ::: "memory");  //'),),
+        seeds=8,
+    ),
     Bug("the first to finish puts shares back", (), ((SHARE, "== shares - 1)", "== 0)"),)),
     Bug(
         "the buffers' distance is this launch's",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.order.race import ASYNC, IN_FLIGHT, pack
-from padless.emulator.state.global_access import by_allocation
+from padless.emulator.state.global_access import by_allocation, check_copy
 from padless.emulator.state.groups import Groups, Operation
 from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import Mbarrier, find_mbarrier
@@ -186,6 +186,7 @@ def tensor_load(
     def fill(shared: Array) -> None:
         tma.load(plan, lambda addresses, granule: gather(site, addresses, granule), shared)
 
+    check_copy(site, plan.global_address[plan.in_bounds], plan.granule)
     targets = receivers(site, start, barrier, mask, pair)
     load(site, targets, *written, plan.transaction_bytes, fill, tensor_map)
 
@@ -211,9 +212,11 @@ def tensor_store(
 def plain_load(site: Site, to: int, source: int, count: int, barrier: int, mask: int | None) -> None:
     where = (to & OFFSET_MASK) + np.arange(0, count, 16)
     check_bounds(site, site.warp.cta, where, 16)
+    pieces = source + np.arange(0, count, 16)
+    check_copy(site, pieces, 16)
 
     def fill(shared: Array) -> None:
-        data = gather(site, source + np.arange(0, count, 16), 16)
+        data = gather(site, pieces, 16)
         shared[where[0] : where[0] + count] = data.reshape(-1)
 
     load(site, receivers(site, to, barrier, mask, False), where, 16, count, fill)

@@ -12,7 +12,7 @@ from padless.emulator.instructions.operands import GenericOperand, SharedOperand
 from padless.emulator.order.race import BEFORE, IN_FLIGHT, merge, pack
 from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.ptx.ast import Immediate, Instruction
-from padless.emulator.state.global_access import check_grids
+from padless.emulator.state.global_access import check_copy, check_grids
 from padless.emulator.state.groups import Operation, commit_of, groups_of, wait_of
 from padless.emulator.state.launch import AsyncOperation
 from padless.emulator.state.mbarrier import find_mbarrier
@@ -94,6 +94,8 @@ def copy(w: Warp, ins: Instruction, lanes: Array, to: Array, sources: Array, cou
             work.append((cta, part, cells))
     for each in groups:
         each.open.append(operation)
+    for i in np.flatnonzero(counts > 0).tolist() if w.launch.shadows else ():
+        check_copy(Site(w, ins, int(lanes[i])), sources[i : i + 1], int(counts[i]))
 
     def land() -> None:
         data = read(w, ins, lanes, sources, counts, size)

@@ -93,6 +93,8 @@ def decoded(e: Emitter, address: Any, view: str, slots: list[int]) -> MemoryAcce
     a = MemoryAccess(e.instruction, space, *e.address(address), view, slots, symbol)
     if a.space in ("shared", "generic"):
         e.limit_granule(a.size)
+    if a.space in ("global", "generic"):
+        e.limit_global_granule(a.size)
     return a
 
 

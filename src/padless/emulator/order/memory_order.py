@@ -12,20 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from padless.emulator.order.race import BASE, BEFORE, PROXY, Clocks, merge
+from padless.emulator.order.other_clusters import OtherClusters, later
+from padless.emulator.order.race import BASE, BEFORE, PROXY, READS, TENSOR, Clocks, merge
 from padless.emulator.units.number_formats import Array
 
 CTA, CLUSTER, GPU = range(3)  # scopes; that of the system is the device's here
 
 
 class OrderedClocks(Clocks):
-    """Clocks of a cluster that follow releases, acquires and fences of every scope."""
+    """Clocks of a cluster that follow releases, acquires and fences of every scope. others: what it knows of others."""
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, lanes: int, others: OtherClusters) -> None:
         super().__init__(lanes)
+        self.others = others
         # By lane and scope: what it knew at its last fence, and what it will know after the next one.
         self.fenced: dict[int, dict[int, Array]] = {}
         self.pending: dict[int, dict[int, Array]] = {}
+        # By lane and cluster: what it will know of another cluster after the next fence.
+        self.pending_elsewhere: dict[int, dict[int, Array]] = {}
 
     def completed(self, rows: Any) -> Array:
         """What has been done with when these lanes go on, whoever is told so and how: their reads, and the asynchronous
@@ -52,6 +56,9 @@ class OrderedClocks(Clocks):
                 if reach <= scope:
                     self.acquire(slice(row, row + 1), clock)
                     del self.pending[row][reach]
+            if acquire and scope >= GPU:
+                for number, clock in self.pending_elsewhere.pop(row, {}).items():
+                    self.acquire_elsewhere(row, number, clock)
             if release:
                 known = self.join(slice(row, row + 1))
                 self.fenced.setdefault(row, {}).update(dict.fromkeys(range(scope + 1), known))
@@ -62,6 +69,36 @@ class OrderedClocks(Clocks):
         for row in np.arange(self.lanes)[rows].tolist():
             waiting = self.pending.setdefault(row, {})
             waiting[scope] = merge(waiting.get(scope), clock)
+
+    def acquire_elsewhere(self, row: int, number: int, clock: Array) -> None:
+        """This lane comes after a clock (columns) of another cluster, and all that it has of others."""
+        own = self.others.acquire(row, int(self.now[row]), number, clock)
+        if own is not None:
+            planes = np.zeros((TENSOR, len(own)), np.uint32)
+            planes[[BASE, READS]] = own
+            self.acquire(slice(row, row + 1), planes)
+
+    def postpone_elsewhere(self, row: int, number: int, clock: Array) -> None:
+        """As `postpone`, of what another cluster released at the scope of the device."""
+        waiting = self.pending_elsewhere.setdefault(row, {})
+        waiting[number] = later(waiting.get(number), clock)
+
+    def knows(self, row: int, number: int, column: int, event: int, writes: bool = False) -> bool:
+        """Whether a lane comes after an event of a column of the cluster of that number. `writes`: it is about to store,
+        which hardware does not do ahead of a load that a branch waits for, so what it has seen counts with no fence."""
+        time = self.time[BASE, row : row + 1]
+        own = number == self.others.number
+        if own:
+            known = int(time[0, column])
+        else:
+            known = int(self.others.known(time, number, np.array([column]))[0, 0])
+        if known >= event or not writes:
+            return known >= event
+        if own:
+            seen = [clock[BASE] for clock in self.pending.get(row, {}).values()]
+        else:
+            seen = [clock for other, clock in self.pending_elsewhere.get(row, {}).items() if other == number]
+        return any(column < len(clock) and clock[column] >= event for clock in seen)
 
 
 def reads_of(clock: Array, lanes: int) -> Array:

@@ -60,7 +60,7 @@ class Preparation:
         self.specials: list[tuple[str, str, int]] = []
         self.symbol_rows: dict[tuple[str, str, int], int] = {}
         self.names: dict[str, Any] = {"np": np}
-        self.granule = 16
+        self.granule = self.global_granule = 16
         self.uses: set[str] = set()
 
     def row(self, name: str) -> tuple[str, int]:
@@ -300,6 +300,10 @@ class Emitter:
     def limit_granule(self, size: int) -> None:
         """This instruction touches as little as `size` bytes of shared memory: the grain of the race shadow."""
         self.preparation.granule = min(self.preparation.granule, size)
+
+    def limit_global_granule(self, size: int) -> None:
+        """The same of global memory."""
+        self.preparation.global_granule = min(self.preparation.global_granule, size)
 
     def either(self, *modifiers: str, default: str = "") -> str:
         """The first of the instruction's modifiers that is one of these."""

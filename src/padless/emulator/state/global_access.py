@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from padless.emulator.order.global_race import GlobalShadow, parts_of, stamps_of
 from padless.emulator.order.grid_dependency import EARLY, KIND
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.memory import Allocation, DeviceMemory
@@ -57,6 +58,61 @@ def by_allocation(
         left &= ~inside
 
 
+MOST_BYTES = 1 << 28  # of an array whose weak accesses are followed
+
+
+def check_order(w: Warp, found: Allocation, lanes: Array, where: Array, a: Any) -> None:
+    """A MemoryAccess to one array: what it comes after, what it acquires and releases, and what is remembered of it."""
+    launch = w.launch
+    if a.strong:
+        synchronise(w, lanes, launch.words, where, a)
+    elif launch.words:
+        check_weak(w, lanes, where, a)
+    shadow = launch.shadows.get(found.address)
+    if shadow is None:
+        if a.strong or not a.writes or found.size > MOST_BYTES:
+            return
+        granule = launch.program.global_granule
+        shadow = launch.shadows[found.address] = GlobalShadow(found.address, found.size, granule.bit_length() - 1)
+    rows = w.first_row + lanes
+    cells = shadow.cells(where, a.bytes)
+    if conflict := shadow.conflict(w.clocks, rows, cells, a.writes):
+        report_conflict(Site(w, a.instruction, int(lanes[conflict[0]])), found, *conflict[1:])
+    if a.strong:
+        return
+    stamps = stamps_of(w.cta.cluster.number, rows, w.clocks.now[rows])
+    if a.writes:
+        shadow.remember_write(cells, stamps, a.instruction.index)
+    else:
+        shadow.remember_read(w.cta.cluster.number + w.index, cells, stamps, a.instruction.index)
+
+
+def check_copy(site: Site, addresses: Array, granule: int) -> None:
+    """An asynchronous copy reads pieces of global memory: they were written before, if they were."""
+    w = site.warp
+    if w.clocks is None or not w.launch.shadows or not len(addresses):
+        return
+    where, rows = addresses.astype(np.int64), np.array([site.row])
+    for found, inside in by_allocation(w.launch.memory, where, granule, lambda at: None):
+        shadow = w.launch.shadows.get(found.address)
+        if shadow is None:
+            continue
+        cells = shadow.cells(where[inside], granule).reshape(1, -1)
+        if conflict := shadow.conflict(w.clocks, rows, cells, False):
+            report_conflict(site, found, *conflict[1:])
+
+
+def report_conflict(site: Site, found: Allocation, address: int, did: str, stamp: int, instruction: int) -> None:
+    """An access to global memory that an earlier one, which left this stamp, has to be ordered before and is not."""
+    launch = site.warp.launch
+    number, row, _ = parts_of(stamp)
+    rank, thread = divmod(row, site.warp.cta.rows)
+    who = f"warp {thread // 32} lane {thread % 32} of CTA {launch.cta_position(number, rank)}"
+    where = f"byte {address - found.address} of {found.name or hex(found.address)}"
+    message = f"global memory at {where} was {did} by {who}, and nothing orders this access after it"
+    site.report("race", message, launch.program.instructions[instruction])
+
+
 def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple[Any, Array, Array]]:
     """A MemoryAccess by the allocations that it touches: view, element indices, lanes. It is checked and ordered; lanes
     out of bounds are reported and left out."""
@@ -75,9 +131,7 @@ def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple
         if a.bytes > 1 and (at % min(a.bytes, 16)).any():
             message = f"misaligned global address {int(at[0]):#x}, {a.bytes} bytes"
             Site(w, a.instruction).fault(message, "misaligned")
-        if w.clocks is not None and a.strong:
-            synchronise(w, took, w.launch.words, at, a)
-        elif w.clocks is not None and w.launch.words:
-            check_weak(w, took, at, a)
+        if w.clocks is not None:
+            check_order(w, found, took, at, a)
         yield found.view(VIEWS[a.view]), (at - found.address) // a.size, took
         w.launch.progress += a.writes

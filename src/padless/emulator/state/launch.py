@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from padless.emulator.errors import LaunchError
+from padless.emulator.order.global_race import GlobalShadow
+from padless.emulator.order.other_clusters import OtherClusters
 from padless.emulator.order.race import PLANES, Shadow
 from padless.emulator.order.reports import Collector
 from padless.emulator.state.memory import DeviceMemory
@@ -141,6 +143,8 @@ class Launch:
         self.tensor_maps: dict[bytes, Any] = {}  # decoded, by their bytes
         self.queues: dict[Any, deque[AsyncOperation]] = {}
         self.words: dict[int, Any] = {}  # Word by address, of global memory
+        self.shadows: dict[int, GlobalShadow] = {}  # of arrays of global memory that are written, by their address
+        self.clusters_know: dict[int, OtherClusters] = {}  # what each cluster that has started knows of others
         self.waiting: deque[int] = deque()  # clusters that have not started
         self.progress = 0
         self.ticks = 0
@@ -165,6 +169,11 @@ class Launch:
         """Where in the grid of clusters the cluster with this number lies."""
         x, y, _ = (g // s for g, s in zip(self.grid, self.cluster, strict=True))
         return index % x, index // x % y, index // (x * y)
+
+    def cta_position(self, index: int, rank: int) -> tuple[int, int, int]:
+        """Where in the grid the CTA of this rank of a cluster lies."""
+        (a, b, c), (x, y, z) = self.cluster, self.cluster_position(index)
+        return x * a + rank % a, y * b + rank // a % b, z * c + rank // (a * b)
 
     def cancel_cluster(self) -> tuple[int, int, int] | None:
         """Take a cluster that has not started out of the grid: its first CTA, or None when all have."""

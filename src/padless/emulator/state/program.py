@@ -61,6 +61,7 @@ class Program:
     static_shared_bytes: int
     shared_alignment: int
     granule: int  # bytes of the finest shared-memory access, the grain of the race shadow
+    global_granule: int  # the same of global memory
     whose: list[Instruction]  # of each line of the generated code
     uses: set[str] = field(default_factory=set)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from padless.emulator.order.grid_dependency import GridDependency
 from padless.emulator.order.memory_order import OrderedClocks
+from padless.emulator.order.other_clusters import OtherClusters
 from padless.emulator.order.race import Shadow
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.launch import Launch
@@ -117,7 +118,7 @@ class Warp:
         self.busy_owner: dict[int, Any] = {}
         self.dirty = 0
         self.written = 0
-        self.latest: dict[int, Any] = {}  # by lane, the Word of its latest strong access to global memory
+        self.latest: dict[int, tuple[int, int]] = {}  # by lane, the bytes of its latest strong access to global memory
         # Groups of asynchronous operations by family and lane, made on first use.
         self.groups: dict[Any, Any] = {}
 
@@ -303,13 +304,13 @@ class Cluster:
         self.launch = launch
         self.number = index
         size = launch.cluster
-        base = launch.cluster_position(index)
         count = size[0] * size[1] * size[2]
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         self.clocks: Any = None  # OrderedClocks, with checks
         self.grids: GridDependency | None = None
         if launch.checks:
-            clocks = self.clocks = OrderedClocks(count * 32 * -(-threads // 32))
+            others = OtherClusters(index, launch.clusters_know)
+            clocks = self.clocks = OrderedClocks(count * 32 * -(-threads // 32), others)
             if launch.programmatic:
                 self.grids = GridDependency(clocks)
         # The cluster barrier: lanes of each warp that have arrived, their clock, who waits, and warps that have arrived
@@ -320,13 +321,10 @@ class Cluster:
         self.barrier_done: dict[Warp, Any] = {}
         # mbarriers whose initialisation a relaxed arrival at the cluster barrier will publish
         self.fenced_inits: list[Any] = []
-        self.elsewhere: dict[int, Any] = {}  # clocks of other clusters that have been acquired, by their number
         self.cancel_failed = False  # somebody has seen that no cluster is left to cancel
         self.ctas: list[Cta] = []
         for rank in range(count):
-            inside = (rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1]))
-            x, y, z = (b * s + i for b, s, i in zip(base, size, inside, strict=True))
-            self.ctas.append(Cta(self, rank, (x, y, z), slot * count + rank))
+            self.ctas.append(Cta(self, rank, launch.cta_position(index, rank), slot * count + rank))
 
     def fragments(self) -> list[Fragment]:
         return [f for cta in self.ctas for warp in cta.warps for f in warp.fragments]
