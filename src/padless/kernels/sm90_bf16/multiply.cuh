@@ -11,6 +11,11 @@ __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipel
 // Consumer: d = this warpgroup's m64s of the tile, before global scales, to the last stage of K, or, where a tile begins in f16,
 // to one that wants bf16: returns which. Registers as in wgmma_m64k16.cuh.
 //
+// A stage is given back behind the first products of its last codes, not behind the loads of these: an arrival on an mbarrier
+// does not wait for the values of earlier loads, and a copy, which writes through the async proxy, can be there before them. On
+// an H200 so many calls were wrong that gave it back behind the loads (docs/kernels/sm90_bf16/ladder.md). A product cannot be
+// issued without its values.
+//
 // The products of one round run while the fragments of the next are made: two sets of fragments, by the round's parity.
 // The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
@@ -45,7 +50,6 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
     section.load_scales(weights, pipeline.stage, 0, 0, k_stages);
     section.load_codes(weights, pipeline.stage, 0, 0);
     bool ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage, lane);  // before this stage
-    if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);
     section.make_fragments(fragments[0], 0);
 
     int ks = 0;
@@ -69,6 +73,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
                 }
             }
             wgmma_commit_group();
+            if (round * ROUND_OCTETS == LAST_PART) arrive_warp(shared.empty[stage], lane);
 
             const int next_octet = (round + 1) * ROUND_OCTETS;
             if (next_octet == STAGE_OCTETS) {
@@ -78,12 +83,10 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
                     section.load_scales(weights, pipeline.stage, 0, ks + 1, k_stages);
                     section.load_codes(weights, pipeline.stage, 0, 0);
                     ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage, lane);
-                    if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);
                 }
             } else if (next_octet == LAST_PART) {
                 if (STAGE_BLOCKS == 2) section.load_scales(weights, stage, 1, ks, k_stages);
                 section.load_codes(weights, stage, STAGE_BLOCKS - 1, LAST_PART % 4 / OCTETS);
-                arrive_warp(shared.empty[stage], lane);
             }
             wgmma_wait_group<1>();                  // the last round's fragments have been read
             if (!PROMOTE && round == 0 && ks != 0)  // and with it, all tokens of the last stage
