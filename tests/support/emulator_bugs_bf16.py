@@ -99,7 +99,7 @@ BUGS: tuple[Bug, ...] = (
                 "} else if (next_octet == LAST_PART) {",
                 "} else if (next_octet == LAST_PART) { arrive_warp(shared.empty[stage], lane);",
             ),
-            (MULTIPLY, "LAST_PART % 4 / OCTETS); arrive_warp(shared.empty[stage], lane);", "LAST_PART % 4 / OCTETS);"),
+            (MULTIPLY, "if (round * ROUND_OCTETS == LAST_PART) arrive_warp(shared.empty[stage], lane);", ""),
         ),
     ),
     Bug(
