@@ -7,11 +7,7 @@ torch twins and separately emulated products; and each bug planted between two l
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,23 +17,12 @@ from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4
 from padless.moe import moe
 from support.blackwell_layer import BUGS, FORMATS
 from support.moe_layer_problem import draw_layer
+from support.own_process import run_pretended
 
-ROOT = Path(__file__).parents[2]
 PRODUCT = "padless_sm100_grouped_gemm"
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    """The record of a process of its own, where torch's "cuda" is the emulator."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
-    done = subprocess.run(
-        [sys.executable, "-m", "support.blackwell_layer", *arguments],
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=240, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record: dict[str, Any] = json.loads(done.stdout)
-    assert not record["refused"]
-    return record
+run = partial(run_pretended, "blackwell_layer")
 
 
 def reports(record: dict[str, Any]) -> dict[str, list[str]]:

@@ -7,11 +7,7 @@ one by one; and columns that are quantized with a neighbouring group's row chang
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,23 +20,12 @@ from padless.nn.operators import _bf16_wgrad
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.quantization.mx_rows_columns import quantize_mx_rows_columns, values_of_columns
 from support.blackwell_training import BUG
+from support.own_process import run_pretended
 
-ROOT = Path(__file__).parents[2]
 PRODUCT, WGRAD, BOTH = "padless_sm100_grouped_gemm", "padless_sm100_mxfp8_wgrad", "_mx_rows_columns"
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    """The record of a process of its own, where torch's "cuda" is the emulator."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT / "tests")))}
-    done = subprocess.run(
-        [sys.executable, "-m", "support.blackwell_training", *arguments],
-        capture_output=True, text=True, cwd=ROOT, check=False, timeout=240, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record: dict[str, Any] = json.loads(done.stdout)
-    assert not record["refused"]
-    return record
+run = partial(run_pretended, "blackwell_training")
 
 
 @pytest.mark.slow

@@ -85,6 +85,12 @@ BUGS: dict[str, Callable[[], Any]] = {
 }
 
 
+def kinds_of_reports(launched: Any) -> list[str]:
+    """What is wrong with a launch of the session."""
+    harmless = () if launched.name.startswith("padless_") else COMPILERS_OWN
+    return sorted({r.kind for r in launched.result.reports} - set(harmless))
+
+
 def main(name: str, tokens: int, bug: str = "") -> dict[str, Any]:
     """The layer's record."""
     from padless.emulator.program.run import install
@@ -129,14 +135,7 @@ def main(name: str, tokens: int, bug: str = "") -> dict[str, Any]:
         got = moe(*on_gpu, shared=shared.cuda(), **options).cpu()
     off = float((got.float() - exact).abs().max() / exact.abs().max()) if tokens else 0.0
     launches = [
-        {
-            "kernel": launched.name,
-            "programmatic": is_early,
-            "reports": sorted(
-                {r.kind for r in launched.result.reports}
-                - set(() if launched.name.startswith("padless_") else COMPILERS_OWN)
-            ),
-        }
+        {"kernel": launched.name, "programmatic": is_early, "reports": kinds_of_reports(launched)}
         for launched, is_early in zip(session.launches, programmatic, strict=True)
     ]
     return {"equal": torch.equal(got, want), "off": off, "launches": launches, "refused": session.refused}

@@ -11,7 +11,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from support.blackwell_layer import COMPILERS_OWN
+from support.blackwell_layer import kinds_of_reports
 
 BUG = "columns with a row of the group before"
 
@@ -70,16 +70,7 @@ def main(bug: str = "") -> dict[str, Any]:
         both = linear_function.mx_rows_and_columns
         linear_function.mx_rows_and_columns = lambda x, offs, rows: both(x, offs - 1, rows)
     got = step(True)
-    launches = [
-        (
-            launched.name,
-            sorted(
-                {r.kind for r in launched.result.reports}
-                - set(() if launched.name.startswith("padless_") else COMPILERS_OWN)
-            ),
-        )
-        for launched in session.launches
-    ]
+    launches = [(launched.name, kinds_of_reports(launched)) for launched in session.launches]
     equal = {name: torch.equal(got[name], t) and bool(t.isfinite().all()) for name, t in want.items()}
     return {"equal": equal, "launches": launches, "refused": session.refused}
 

@@ -29,11 +29,11 @@ class Recipe:
     dgrad: of dx = dy @ w, the same. In FP8_BLOCK the weights' codes are those of the forward product, transposed,
         bit for bit, and dy has a scale per 128 columns of a row: never one per 128 x 128, with which DeepSeek-V3's
         authors saw training diverge. In MXFP8 the weights are quantized once more, along N. In NVFP4 they are those of
-        the forward product, and dy is rounded by chance.
+        the forward product, and dy is rounded stochastically.
     wgrad: of dw = dy.T @ x, FP8_BLOCK, MXFP8, NVFP4 or torch.bfloat16. In FP8_BLOCK dy has a scale per feature and 128
         tokens of a group. In MXFP8 dy and x have one per feature and 32 tokens of a group; tensor cores of Blackwell
         multiply the codes, elsewhere their values are multiplied in bfloat16, which has all of them. In NVFP4 both are
-        Hadamard-transformed along the tokens, and dy is rounded by chance.
+        Hadamard-transformed along the tokens, and dy is rounded stochastically.
     wgrad_mode: scales of x in an FP8_BLOCK wgrad: "1d2d", one per 128 features and 128 tokens; "1d1d", one per
         feature and 128 tokens.
     save: how `Experts` keep the values before their activation for the backward pass: "bf16"; "fp8", in FP8_BLOCK, half

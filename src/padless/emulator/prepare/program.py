@@ -86,8 +86,7 @@ def _program(
         entry, module, function, blocks, ordered, p.rows, p.slots, p.constants, p.specials,
         [(cls, row, name, off) for (cls, name, off), row in p.symbol_rows.items()],
         names, [p.row_of[n] for n in names], parameters, parameter_bytes, local, local_bytes, static | dynamic, end,
-        max([16, *(v.alignment for v in variables)]), p.granule, p.global_granule, whose,
-        p.uses,
+        max([16, *(v.alignment for v in variables)]), p.granule, p.global_granule, whose, p.uses,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@
 //
 //      producer                        converter                         consumer warpgroup
 //      --------                        ---------                         ------------------
-//      wait empty[s]  <-------------- arrive empty[s] <----------------- arrive empty[s], its weights being in registers
+//      wait empty[s]  <-------------- arrive empty[s] <----------------- arrive empty[s], products of its last codes issued
 //      load --> full[s] (bytes) -----> wait full[s] -------------------> wait full[s]; weights to bf16 fragments
 //                                      wait tokens_empty[t] <----------- arrive tokens_empty[t] after the products
 //                                      tokens to bf16 in shared memory

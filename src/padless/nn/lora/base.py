@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from padless.formats import NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.moe.layer import ACTIVATIONS
 from padless.nn.lora.low_rank import low_rank_product
 from padless.ops.checks import describe
+from padless.quantization.quantize import quantize
 
 MAX_RANK = 256
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -34,6 +36,15 @@ def format_of_rows(
     return format, torch.ones((), dtype=torch.float32, device=weights.device) if format == NVFP4 else None
 
 
+def rows_as_multiplied(
+    rows: torch.Tensor, format: BlockScaledFormat | None, scale: torch.Tensor | None
+) -> BlockScaledTensor | torch.Tensor:
+    """Rows in bfloat16, or quantized, with what `format_of_rows` says; outside of autograd."""
+    if format is None:
+        return rows.detach().to(torch.bfloat16)
+    return quantize(rows.detach(), format, global_scale=scale)
+
+
 def check_weights(name: str, w: BlockScaledTensor) -> None:
     """Raises ValueError for what is no (E, N, K) codes of weights."""
     if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
@@ -42,6 +53,8 @@ def check_weights(name: str, w: BlockScaledTensor) -> None:
 
 class AdaptedModule(nn.Module):
     """The settings of `padless.nn.LoraExperts`, checked, with ``active`` the first adapter."""
+
+    _codes: ClassVar[tuple[str, ...]]  # attributes that hold frozen weights
 
     def __init__(
         self, rank: int, alpha: float, rslora: bool, dropout: float, adapters: Sequence[str], dtype: torch.dtype
@@ -90,6 +103,15 @@ class AdaptedModule(nn.Module):
             bound = 1 / math.sqrt(a[name].shape[2])
             nn.init.uniform_(a[name], -bound, bound)
             nn.init.zeros_(b[name])
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Moves the codes along with the parameters; their types stay."""
+        super()._apply(fn, recurse)
+        device = next(self.parameters()).device
+        if device.type != "meta":
+            for name in self._codes:
+                setattr(self, name, getattr(self, name).to(device))
+        return self
 
     def _check_active(self) -> None:
         if self.active is not None and self.active not in self.adapters:

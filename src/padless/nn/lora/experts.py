@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +14,11 @@ from padless.moe.checks import MAX_EXPERTS, check_matrix
 from padless.moe.gather import activate_quantize
 from padless.moe.layer import moe
 from padless.moe.routing import check_ids, route
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
 from padless.nn.lora.frozen import frozen_product
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
-from padless.quantization.quantize import quantize
 
 Delta = Callable[[torch.Tensor], torch.Tensor]  # from rows (M, K) bfloat16 to what is added to their product, (M, N)
 
@@ -47,14 +45,11 @@ def adapted_experts(
     offs, tokens, inverse = routing
     format, scale = format_of_rows(activations, w13)
     rows = gathered_rows(x, tokens, inverse)
-    operand: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
-    if format is not None:
-        operand = quantize(rows.detach(), format, global_scale=scale)
-    h = frozen_product(rows, operand, w13, bias13, offs)
+    h = frozen_product(rows, rows_as_multiplied(rows, format, scale), w13, bias13, offs)
     if delta13 is not None:
         h = h + delta13(rows)
     hidden = activated(h, activation)
-    operand = hidden.detach()
+    operand: BlockScaledTensor | torch.Tensor = hidden.detach()
     if format is not None:
         operand = activate_quantize(h.detach(), activation, format, global_scale=scale, offs=offs)
     y = frozen_product(hidden, operand, w2, bias2, offs)
@@ -83,6 +78,7 @@ class LoraExperts(AdaptedModule):
     where no adapter_ids are given, None for none; it may be assigned. Raises ValueError.
     """
 
+    _codes = ("w13", "w2")
     bias13: torch.Tensor | None
     bias2: torch.Tensor | None
 
@@ -124,14 +120,6 @@ class LoraExperts(AdaptedModule):
         """Draws every A uniformly from +- 1 / sqrt(K) and sets every B to zero."""
         self._reset(self.a13, self.b13)
         self._reset(self.a2, self.b2)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LoraExperts:
-        """Moves the codes along with the parameters; their types stay."""
-        super()._apply(fn, recurse)
-        device = self.a13[self.adapters[0]].device
-        if device.type != "meta":
-            self.w13, self.w2 = self.w13.to(device), self.w2.to(device)
-        return self
 
     def forward(
         self,

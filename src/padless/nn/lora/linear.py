@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from padless.formats import BlockScaledFormat, BlockScaledTensor
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
 from padless.nn.lora.frozen import frozen_product
 from padless.ops.checks import describe
-from padless.quantization.quantize import quantize
 
 
 class LoraGroupedLinear(AdaptedModule):
@@ -26,6 +24,7 @@ class LoraGroupedLinear(AdaptedModule):
     rows, None for none; it may be assigned. Raises ValueError.
     """
 
+    _codes = ("weight",)
     bias: torch.Tensor | None
 
     def __init__(
@@ -53,14 +52,6 @@ class LoraGroupedLinear(AdaptedModule):
         """Draws every A uniformly from +- 1 / sqrt(K) and sets every B to zero."""
         self._reset(self.a, self.b)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LoraGroupedLinear:
-        """Moves the codes along with the parameters; their types stay."""
-        super()._apply(fn, recurse)
-        device = self.a[self.adapters[0]].device
-        if device.type != "meta":
-            self.weight = self.weight.to(device)
-        return self
-
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """(M, N) bfloat16 of x (M, K), bfloat16, float16 or float32, and offs (G,) int32, ends of the groups' rows.
 
@@ -72,10 +63,7 @@ class LoraGroupedLinear(AdaptedModule):
         if x.dim() != 2 or x.shape[1] != self.in_features or x.device != self.weight.device:
             raise ValueError(f"x must be (M, {self.in_features}) on {self.weight.device}, got {describe(x)}")
         format, scale = format_of_rows(self.activations, self.weight)
-        operand: BlockScaledTensor | torch.Tensor = x.detach().to(torch.bfloat16)
-        if format is not None:
-            operand = quantize(x.detach(), format, global_scale=scale)
-        y = frozen_product(x, operand, self.weight, self.bias, offs)
+        y = frozen_product(x, rows_as_multiplied(x, format, scale), self.weight, self.bias, offs)
         if self.active is None:
             return y
         return y + self._delta(x, self.a, self.b, (self.active,), False, offs)
