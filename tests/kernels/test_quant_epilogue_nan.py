@@ -104,7 +104,7 @@ KERNELS: dict[str, tuple[ModuleType, Callable[[int], Case | PairCase | Problem],
     "sm90_bf16": (
         sm90_bf16_quant,
         bf16_case,
-        "sm90_bf16/transposed_quant.cuh",
+        "device/sm90/transposed_quant.cuh",
         "for (int e = 0; e < 4; ++e) {\n                x[e] = with_alpha_and_bias",
         "x[e]",
     ),

@@ -70,7 +70,7 @@ def test_more_groups_than_lanes_and_groups_of_nothing(device: Device, sizes: tup
 def test_without_offs_there_is_one_group_of_all_rows(device: Device) -> None:
     for m in (0, 1, 64, 128, 129, 5000):
         for block_m in BLOCKS_M:
-            assert device.table(None, m, block_m) == Table([m], [0], [-(-m // block_m)] if m else [])
+            assert device.table(None, m, block_m) == Table([m], [0], [-(-m // block_m)] if m else [], True)
         expected = twin([m], m, 200, (128, 128, 8))
         numbers = list(range(len(expected) + 1))
         assert device.tiles_at(None, m, 200, (128, 128, 8), numbers) == [*expected, None]
@@ -150,7 +150,7 @@ def test_clamped_ends_leaves_right_offs_alone(sizes: list[int], past: int) -> No
 def test_the_device_makes_the_same_of_wrong_offs(device: Device, offs: list[int], m: int, block_m: int) -> None:
     table = device.table(offs, m, block_m)
     assert table.cleaned == clamped_ends(offs, m)
-    walk = walk_of_groups(offs, m)
+    walk = walk_of_groups(offs, m, block_m)
     assert table.groups == [group for group, _, _ in walk]
     with_rows = [end - start for _, start, end in walk if end > start]
     assert table.tile_ends == list(itertools.accumulate(-(-size // block_m) for size in with_rows))
@@ -245,15 +245,38 @@ def many_groups() -> dict[str, list[int]]:
 @pytest.mark.parametrize("sizes", many_groups().values(), ids=many_groups().keys())
 def test_many_groups(device: Device, sizes: list[int]) -> None:
     """Up to 512 groups with rows have their places counted; the order of more is merged."""
-    offs, walk = ends_of(tuple(sizes)), walk_of_groups(ends_of(tuple(sizes)), sum(sizes))
+    offs, walk = ends_of(tuple(sizes)), walk_of_groups(ends_of(tuple(sizes)), sum(sizes), 64)
     table = device.table(offs, sum(sizes), 64)
     assert table.cleaned == offs
     assert table.groups == [group for group, _, _ in walk]
     assert table.tile_ends == list(
         itertools.accumulate(-(-(end - start) // 64) for _, start, end in walk if end > start)
     )
-    wrong = [*offs[:-1], 10**9]  # the last end is wrong: all are cleaned
-    assert device.table(wrong, sum(sizes), 64) == table
+    assert table.is_sorted == (max(sizes) > 64)
+    wrong = [*offs[:-1], 10**9]  # the last end is wrong: all are cleaned, and sorted
+    cleaned = device.table(wrong, sum(sizes), 64)
+    assert cleaned.is_sorted
+    assert cleaned.cleaned == offs
+    assert cleaned.groups == [group for group, _, _ in walk_of_groups(wrong, sum(sizes), 64)]
+
+    expected = [*twin(offs, sum(sizes), 400, (64, 192, 3)), None]
+    if not table.is_sorted:
+        for worker in {0, 1, len(expected) // 2, len(expected) - 2, len(expected) - 1, len(expected)} - {-1}:
+            got = device.first_tile(offs, sum(sizes), 400, (64, 192, 3), worker)
+            assert got == expected[min(worker, len(expected) - 1)]
+
+
+@pytest.mark.parametrize("block_m", BLOCKS_M)
+@pytest.mark.parametrize("most", [63, 64, 65])
+def test_only_groups_that_a_tile_holds_are_left_unsorted(device: Device, block_m: int, most: int) -> None:
+    """33 groups, the largest last: at its row 65 a 64-row tile has a second one, and others take longer."""
+    sizes = (2, 0, 1) * 10 + (0, 7, most)
+    table = device.table(ends_of(sizes), sum(sizes), block_m)
+    assert table.is_sorted == (most > 64)
+    assert table.groups[0] == (32 if most > 64 else 0)
+    few = device.table(ends_of(sizes[1:]), sum(sizes[1:]), block_m)
+    assert few.is_sorted
+    assert few.groups[0] == 31
 
 
 def test_a_fast_worker_gets_more(device: Device) -> None:
@@ -277,6 +300,9 @@ PLANTED = {
     "itself_before": ("device/sorted_groups.cuh", "others.y == own && j + 1 < i", "others.y == own && j + 1 <= i"),
     "second_warp_of_groups": ("device/group_table.cuh", "tile_ends[i] += before", "tile_ends[i] += 0"),
     "past_m": ("device/sorted_groups.cuh", "end = end > m ? m : end", "end = end"),
+    "always_flat": ("device/sorted_groups.cuh", "exists && end - before > FLAT_ROWS", "false"),
+    "flat_group": ("device/scheduler.cuh", "at = number / n_tiles;", "at = number;"),
+    "flat_column": ("device/scheduler.cuh", "number - at * n_tiles, group", "number, group"),
 }
 PLANTED_IN_THE_FIRST_TILE = {
     "neighbour": ("device/tile_queue.cuh", "if (in_group >= 0 &&", "if (in_group >= -1 &&"),
@@ -308,7 +334,8 @@ def test_a_planted_bug_is_detected(tmp_path: Path, planted: tuple[str, str, str]
     pick = random.Random(5)
     differ = False
     for _ in range(40):
-        sizes = tuple(pick.choice(SIZES) for _ in range(pick.choice((1, 3, 40, 40, 40, 700))))
+        largest = pick.choice((4, len(SIZES)))  # of the first four sizes none is more than a tile
+        sizes = tuple(pick.choice(SIZES[:largest]) for _ in range(pick.choice((1, 3, 40, 40, 40, 700))))
         offs = ends_of(sizes)
         m = pick.choice((offs[-1], offs[-1] // 2))
         expected = twin(offs, m, 400, shape)

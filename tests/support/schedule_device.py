@@ -39,6 +39,7 @@ class Table:
     cleaned: list[int]
     groups: list[int]
     tile_ends: list[int]
+    is_sorted: bool
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,11 @@ class Device:
         array = ctypes.c_int * num_groups
         cleaned, groups, tile_ends = (array() for _ in range(3))
         ends = None if offs is None else array(*offs)
-        active = self.library.build_table(block_m, ends, num_groups, m, cleaned, groups, tile_ends)
-        return Table(list(cleaned), list(groups), tile_ends[:active])
+        is_sorted = ctypes.c_int(-1)
+        active = self.library.build_table(
+            block_m, ends, num_groups, m, cleaned, groups, tile_ends, ctypes.byref(is_sorted)
+        )
+        return Table(list(cleaned), list(groups), tile_ends[:active], bool(is_sorted.value))
 
     def tiles_at(
         self,
@@ -79,7 +83,8 @@ class Device:
     def first_tile(
         self, offs: list[int] | None, m: int, n: int, shape: Shape, worker: int, half_tiles_for: int | None = None
     ) -> Tile | None:
-        """What the warp that builds the table of few groups queues for a worker; None: there is no tile for it."""
+        """What is queued for a worker with the table, of few groups or a flat one; None: there is no tile for it."""
+        self.table(offs, m, shape[0])
         num_groups = 1 if offs is None else len(offs)
         ends = None if offs is None else (ctypes.c_int * num_groups)(*offs)
         out = (ctypes.c_int * 4)()

@@ -97,6 +97,10 @@ static int __shfl_sync(unsigned, int value, int source) {
 static int __shfl_xor_sync(unsigned, int value, int distance) {
     return together::exchange(value, threads::me % 32 ^ distance);
 }
+static int __reduce_add_sync(unsigned, int value) {
+    for (int distance = 1; distance < 32; distance *= 2) value += __shfl_xor_sync(0, value, distance);
+    return value;
+}
 static unsigned __ballot_sync(unsigned, bool value) {
     unsigned all = unsigned(value) << threads::me % 32;
     for (int distance = 1; distance < 32; distance *= 2) all |= __shfl_xor_sync(0, all, distance);
@@ -232,6 +236,11 @@ struct Shape {
     }
     static void queue_first() {  // one warp
         const int lane = threads::me;
+        if (input.num_groups > SMALL_TABLE) {  // of the last table built, one thread
+            if (lane == 0)
+                queue_first_tile(launch.queues[0], order(n_of_launch, launch.workers), launch.counter);
+            return;
+        }
         const int end = load_group_end(input.offs, input.num_groups, input.m, lane);
         const PlacedGroup group = place_group<M>(end, input.num_groups, input.m, lane);
         queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
@@ -269,13 +278,16 @@ static void on_wait(uint32_t address) {
 // The table of groups; offs null is the dense problem. Each output has room for num_groups entries, tile_ends those of groups
 // with rows, whose number is the result.
 extern "C" int build_table(int block_m, const int* offs, int num_groups, int m, int* cleaned, int* groups,
-                           int* tile_ends) {
+                           int* tile_ends, int* is_sorted) {
     input.block_m = block_m, input.offs = offs, input.num_groups = num_groups, input.m = m;
     for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
     threads::run(CTA, 0, build);
     for (int i = 0; i < num_groups; ++i)
         cleaned[i] = input.storage.sorted.ends[i], groups[i] = input.storage.sorted.order[i];
-    for (int i = 0; i < input.storage.sorted.active; ++i) tile_ends[i] = input.storage.tile_ends[i];
+    // A flat table has none: an entry is then the place behind it, which is what the order of tiles assumes.
+    for (int i = 0; i < input.storage.sorted.active; ++i)
+        tile_ends[i] = input.storage.sorted.is_sorted ? input.storage.tile_ends[i] : i + 1;
+    *is_sorted = input.storage.sorted.is_sorted;
     return input.storage.sorted.active;
 }
 

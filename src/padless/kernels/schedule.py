@@ -21,11 +21,22 @@ class Tile:
     column: int
 
 
-def walk_of_groups(offs: Sequence[int], m: int) -> list[tuple[int, int, int]]:
-    """(group, first row, end row) from the group with the most rows to the one with the fewest; ties by number."""
+SMALL_TABLE = 32  # groups that one warp sorts, always (kernels/device/group_table.cuh)
+FLAT_ROWS = 64  # groups of at most so many rows need not be sorted: a tile takes as long for any of them
+
+
+def walk_of_groups(offs: Sequence[int], m: int, block_m: int = 0) -> list[tuple[int, int, int]]:
+    """(group, first row, end row) in the order in which tiles of ``block_m`` rows walk the groups; 0: weight gradients.
+
+    From the group with the most rows to the one with the fewest, ties by number. More than SMALL_TABLE groups, of which
+    none has more rows than a tile or than FLAT_ROWS, are walked by number, those without a row last, if offs are valid.
+    """
     ends = clamped_ends(offs, m)
     starts = [0, *ends][: len(ends)]
     groups = [(g, start, end) for g, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    most = max((end - start for _, start, end in groups), default=0)
+    if len(ends) > SMALL_TABLE and most <= min(block_m, FLAT_ROWS) and ends == list(offs):
+        return sorted(groups, key=lambda group: (group[1] == group[2], group[0]))
     return sorted(groups, key=lambda group: (group[1] - group[2], group[0]))
 
 
@@ -63,7 +74,7 @@ def tiles_to_cut(count: int, workers: int) -> int:
 
 def _whole_tiles(offs: Sequence[int], m: int, n: int, block_m: int, block_n: int, raster_m: int) -> Iterator[Tile]:
     n_tiles = -(-n // block_n)
-    for group, start, end in walk_of_groups(offs, m):
+    for group, start, end in walk_of_groups(offs, m, block_m):
         m_tiles = -(-(end - start) // block_m)
         for band in range(0, m_tiles, raster_m):
             for n_tile in range(n_tiles):

@@ -121,12 +121,12 @@ def test_the_reference_is_the_rule() -> None:
 # What is wrong: text of a header, what takes its place.
 BUGS = {
     "halves of the pairs swapped": (
-        "sm90_bf16/transposed_quant.cuh",
+        "device/sm90/transposed_quant.cuh",
         "{low[0], low[2], high[0], high[2]}, up[4] = {low[1], low[3], high[1], high[3]}",
         "{low[1], low[3], high[1], high[3]}, up[4] = {low[0], low[2], high[0], high[2]}",
     ),
     "bias of the first four twice": (
-        "sm90_bf16/transposed_quant.cuh", "of_group, 2 * out + 4, column", "of_group, 2 * out, column"
+        "device/sm90/transposed_quant.cuh", "of_group, 2 * out + 4, column", "of_group, 2 * out, column"
     ),
     "up below -limit": ("device/activation.cuh", "most < -GATE_LIMIT ? -GATE_LIMIT : most", "most"),
     "gate not limited": ("device/activation.cuh", "gate_sum > GATE_LIMIT ? GATE_LIMIT : gate_sum", "gate_sum"),

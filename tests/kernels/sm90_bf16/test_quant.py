@@ -142,7 +142,7 @@ def test_few_rows_and_none(sizes: tuple[int, ...]) -> None:
 
 # What is wrong: text of the header, what takes its place, and the epilogue that has to show it.
 COLUMNS_TOO = EPILOGUES["MXFP8 rows and columns by group, cudnn, everything"]
-HEADER = "sm90_bf16/transposed_quant.cuh"
+HEADER = "device/sm90/transposed_quant.cuh"
 LAST_BARRIER = """            bar_sync(1 + team, 32 * TEAM_WARPS);
             quantize_columns"""
 BUGS: dict[str, tuple[str, str, Epilogue]] = {

@@ -7,7 +7,7 @@ struct GroupTableStorage {
     alignas(16) int tile_ends[(MAX_GROUPS + 3) / 4 * 4];
 
     __device__ __forceinline__ GroupTable table() const {
-        return GroupTable{sorted.order, sorted.ends, tile_ends, sorted.active};
+        return GroupTable{sorted.order, sorted.ends, tile_ends, sorted.active, sorted.is_sorted != 0};
     }
 };
 
@@ -40,13 +40,19 @@ __device__ __forceinline__ void count_tiles(GroupTableStorage<MAX_GROUPS>& stora
     }
 }
 
-// All threads of the CTA, any number of groups. Ends with the table visible to all of them.
+// All threads of the CTA, any number of groups. Ends with the table visible to all of them. Result: whether it is flat.
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
-__device__ __forceinline__ void build_large_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
+__device__ __forceinline__ bool build_large_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
                                                   int num_groups, int m, int lane) {
-    storage.sorted.template build<NUM_THREADS>(storage.tile_ends, offs, num_groups, m);
-    count_tiles<BLOCK_M, NUM_THREADS>(storage, lane);
-    __syncthreads();
+    // A tile of so few rows takes as long as one of one row, so that the order of such groups does not matter.
+    constexpr int FLAT_ROWS = BLOCK_M < 64 ? BLOCK_M : 64;
+    const bool is_sorted =
+        storage.sorted.template build<NUM_THREADS, FLAT_ROWS>(storage.tile_ends, offs, num_groups, m);
+    if (is_sorted) {
+        count_tiles<BLOCK_M, NUM_THREADS>(storage, lane);
+        __syncthreads();
+    }
+    return !is_sorted;
 }
 
 // A group as its lane knows it: cleaned, its place in the walk, and how many m-tiles it, those up to it and all have.
@@ -86,7 +92,10 @@ template <int MAX_GROUPS>
 __device__ __forceinline__ void store_group(GroupTableStorage<MAX_GROUPS>& storage, const PlacedGroup& group,
                                             int num_groups, int lane) {
     const uint32_t with_rows = __ballot_sync(0xffffffff, group.tiles > 0);
-    if (lane == 0) storage.sorted.active = __popc(with_rows);
+    if (lane == 0) {
+        storage.sorted.active = __popc(with_rows);
+        storage.sorted.is_sorted = 1;
+    }
     if (lane >= num_groups) return;
     storage.sorted.ends[lane] = group.end;
     storage.sorted.order[group.place] = lane;

@@ -12,7 +12,7 @@ __device__ __forceinline__ int load_ends_early(const int* offs, int num_groups, 
 }
 
 // All threads of the CTA. `end`: of load_ends_early. `readers`: arrivals that free a slot. Ends with the table visible to all of
-// them and, if groups are few (the result), with the first tile queued. Until then nothing of global memory may be touched: the
+// them and, if groups are few or the table is flat (the result), with the first tile queued. Until then nothing of global memory may be touched: the
 // kernels ahead may still be writing it.
 template <class Order, int QUEUE_WARP, int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ bool start_queue(TileQueueStorage& queue, GroupTableStorage<MAX_GROUPS>& groups,
@@ -35,9 +35,12 @@ __device__ __forceinline__ bool start_queue(TileQueueStorage& queue, GroupTableS
         }
     }
     if (warp != QUEUE_WARP || !are_few) griddepcontrol_wait();
-    if (are_few)
+    if (are_few) {
         __syncthreads();
-    else
-        build_large_table<BLOCK_M, NUM_THREADS>(groups, offs, num_groups, m, lane);
-    return are_few;
+        return true;
+    }
+    const bool is_flat = build_large_table<BLOCK_M, NUM_THREADS>(groups, offs, num_groups, m, lane);
+    if (is_flat && warp == QUEUE_WARP && lane == 0)
+        queue_first_tile(queue, Order(groups.table(), n, gridDim.x), blockIdx.x);
+    return is_flat;
 }

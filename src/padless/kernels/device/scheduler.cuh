@@ -1,7 +1,8 @@
 // Which output tile is number i: the order in which the tiles of a ragged problem are scheduled.
 //
 // The groups are walked from the one with the most rows to the one with the fewest, so that what is left at the end,
-// when some workers (CTAs, or clusters of CTAs side by side along N) run out of work, are small tiles. Inside a group
+// when some workers (CTAs, or clusters of CTAs side by side along N) run out of work, are small tiles; or by number, where
+// each has one m-tile and all of these take the same time. Inside a group
 // the m-tiles are cut into bands of RASTER_M; a band is walked column after column, so that the tiles in flight share
 // both A rows and B columns in L2.
 //
@@ -26,8 +27,11 @@ struct GroupTable {
     const int* ends;       // by number of the group, of all of them: one past its last row
     const int* tile_ends;  // [num_groups] m-tiles of this group and those before it
     int num_groups;
+    bool is_sorted;  // else each group has one m-tile, and there are no tile_ends
 
-    __device__ __forceinline__ int m_tiles() const { return num_groups == 0 ? 0 : tile_ends[num_groups - 1]; }
+    __device__ __forceinline__ int m_tiles() const {
+        return !is_sorted || num_groups == 0 ? num_groups : tile_ends[num_groups - 1];
+    }
 };
 
 template <int BLOCK_M, int BLOCK_N_CLUSTER, int RASTER_M, bool HALF_TILES = false>
@@ -48,6 +52,12 @@ struct TileOrder {
     // Tile number `number`, which may not be smaller than in the last call; rows = 0 past the last tile.
     __device__ __forceinline__ Tile tile_at(int number) {
         if (number >= table.m_tiles() * n_tiles) return Tile{0, 0, 0, 0};
+        if (!table.is_sorted) {
+            at = number / n_tiles;
+            const int group = table.groups[at];
+            return tile_in_group(number - at * n_tiles, group, group == 0 ? 0 : table.ends[group - 1],
+                                 table.ends[group], 1, n_tiles);
+        }
         while (number >= table.tile_ends[at] * n_tiles) first_m_tile = table.tile_ends[at++];
         const int group = table.groups[at];
         return tile_in_group(number - first_m_tile * n_tiles, group, group == 0 ? 0 : table.ends[group - 1],

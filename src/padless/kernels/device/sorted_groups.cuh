@@ -38,10 +38,7 @@ __device__ __forceinline__ void clean_offs(const int* offs, int num_groups, int 
 
 // The sum of the warp's values, in all lanes.
 __device__ __forceinline__ int sum_of_lanes(int value) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-        value += __shfl_xor_sync(0xffffffff, value, distance);
-    return value;
+    return __reduce_add_sync(0xffffffff, value);
 }
 
 template <int MAX_GROUPS>
@@ -51,45 +48,54 @@ struct SortedGroups {
     int ends[MAX_GROUPS];       // by group: cleaned offs
     int order[MAX_GROUPS];      // group numbers: most rows first, of equal ones the smaller number
     int active;                 // groups with rows, which come first
+    uint32_t is_sorted;         // not where all have few rows
     uint32_t of_chunk[CHUNKS];  // a bit for each group: whether it has rows
-    uint32_t is_wrong[32];      // by warp: whether it has seen offs that must be cleaned
+    uint32_t seen[32];          // by warp: what it has seen of WRONG and TALL
+
+    static constexpr uint32_t WRONG = 1;  // offs that must be cleaned
+    static constexpr uint32_t TALL = 2;   // a group with more rows than may stay unsorted
 
     __device__ __forceinline__ int rows(int group) const {
         return ends[group] - (group == 0 ? 0 : ends[group - 1]);
     }
 
     // All threads of the CTA. `rows_together`: room for MAX_GROUPS, 16-byte aligned, that holds nothing yet and holds nothing
-    // afterwards. `most`: what no end may be above. Ends with everything visible to all of them.
-    template <int NUM_THREADS>
-    __device__ __forceinline__ void build(int* rows_together, const int* offs, int num_groups, int most) {
+    // afterwards. `most`: what no end may be above. Ends with everything visible to all of them. Where no group has more than
+    // FLAT_ROWS rows the groups with rows stay in the order of their numbers, and the result is false.
+    template <int NUM_THREADS, int FLAT_ROWS = 0>
+    __device__ __forceinline__ bool build(int* rows_together, const int* offs, int num_groups, int most) {
         constexpr int WARPS = NUM_THREADS / 32;
         static_assert(WARPS <= 32, "a flag of each warp");
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        bool is_right = true;
+        bool is_right = true, is_tall = FLAT_ROWS == 0;
 #pragma unroll 4
         for (int g = threadIdx.x; g - lane < num_groups; g += NUM_THREADS) {
             const int end = load_group_end(offs, num_groups, most, g);
             const int before = g == 0 ? 0 : load_group_end(offs, num_groups, most, g - 1);
             const bool exists = g < num_groups;
             is_right = is_right && (!exists || (end >= before && end <= most));
+            is_tall = is_tall || (exists && end - before > FLAT_ROWS);
             if (exists) ends[g] = end;
             const uint32_t with_rows = __ballot_sync(0xffffffff, exists && end > before);
             if (lane == 0) of_chunk[g / 32] = with_rows;
         }
         is_right = __all_sync(0xffffffff, is_right);
-        if (lane == 0) is_wrong[warp] = !is_right;
+        is_tall = !__all_sync(0xffffffff, !is_tall);
+        if (lane == 0) seen[warp] = (is_right ? 0 : WRONG | TALL) | (is_tall ? TALL : 0);
         __syncthreads();
-        uint32_t any_wrong = 0;
+        uint32_t any = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) any_wrong |= is_wrong[w];
-        if (any_wrong) clean<NUM_THREADS>(offs, num_groups, most);
-        gather<NUM_THREADS>(rows_together, num_groups);
+        for (int w = 0; w < WARPS; ++w) any |= seen[w];
+        if (any & WRONG) clean<NUM_THREADS>(offs, num_groups, most);
+        gather<NUM_THREADS>(rows_together, num_groups, any & TALL);
         __syncthreads();
+        if (!(any & TALL)) return false;
         if (active <= MOST_RANKED)
             rank<NUM_THREADS>(rows_together);
         else
             merge<NUM_THREADS>(rows_together);
         __syncthreads();
+        return true;
     }
 
   private:
@@ -112,12 +118,12 @@ struct SortedGroups {
 
     // Groups with rows to the front, the others behind them, both by number.
     template <int NUM_THREADS>
-    __device__ __forceinline__ void gather(int* rows_together, int num_groups) {
+    __device__ __forceinline__ void gather(int* rows_together, int num_groups, uint32_t sorts) {
         const int lane = threadIdx.x % 32, chunks = (num_groups + 31) / 32;
         int all = 0;
         for (int c = lane; c < chunks; c += 32) all += __popc(of_chunk[c]);
         all = sum_of_lanes(all);
-        if (threadIdx.x == 0) active = all;
+        if (threadIdx.x == 0) active = all, is_sorted = sorts;
 #pragma unroll 1
         for (int g = threadIdx.x; g - lane < num_groups; g += NUM_THREADS) {
             const int chunk = g / 32;

@@ -1,7 +1,7 @@
 // Schedules tiles: a scheduler thread takes tickets and leaves the tiles in a short queue in shared memory, from
 // which the producer and the consumers read. In a cluster the first CTA's scheduler serves all of them.
 //
-// A worker's first tile is the one with its own number: where groups are few a warp of every CTA queues it
+// A worker's first tile is the one with its own number: where groups are few or the table is flat a warp of every CTA queues it
 // (queue_first_tile), else the scheduler. After that the scheduler draws from a counter in global memory, when there is a
 // slot for the tile or when it is asked for the next one (`wanted`): the later, the better it is known who is free first.
 // Which worker multiplies a tile changes nothing in the result. The counter is zero between launches: the last worker to
@@ -24,10 +24,16 @@ struct TileQueueStorage {
     uint64_t empty[QUEUE_SLOTS];  // of the first CTA: every reader of every CTA arrives here
 };
 
+// A first tile is a half only where there are fewer tiles than workers. No number comes after the first tiles' then, so that in
+// place of a half without a row the end is queued (rows 0).
+template <class Order>
+__device__ __forceinline__ void put_first_tile(TileQueueStorage& queue, Tile tile) {
+    if (Order::HAS_HALF_TILES && tile.rows < 0) tile.rows = 0;
+    queue.tiles[0] = tile;
+}
+
 // One warp of each CTA, with a group of place_group in each lane: queues the worker's first tile (schedule_tiles has to be
-// told). It is known here as soon as offs are, while a scheduler would have to search the table for it. It is a half only
-// where there are fewer tiles than workers. No number comes after the first tiles' then, so that in place of a half without
-// a row the end is queued (rows 0).
+// told). It is known here as soon as offs are, while a scheduler would have to search the table for it.
 template <class Order>
 __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const PlacedGroup& group,
                                                  int n_tiles, int worker, int workers, int lane) {
@@ -44,12 +50,18 @@ __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, const 
         Tile tile = Order::tile_in_group(in_group, lane, group.start, group.end, group.tiles, n_tiles);
         if constexpr (Order::HAS_HALF_TILES) {
             if (half >= 0) tile = Order::half_tile_of(tile, half);
-            if (tile.rows < 0) tile.rows = 0;
         }
-        queue.tiles[0] = tile;
+        put_first_tile<Order>(queue, tile);
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&queue.full[0]));
+}
+
+// One thread of each CTA: the same with a flat table, in which no search is needed.
+template <class Order>
+__device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, Order order, int worker) {
+    put_first_tile<Order>(queue, order.tile_at(worker));
+    mbarrier_arrive(shared_address(&queue.full[0]));
 }
 
 // The scheduler: waits until the slot at hand is free.
@@ -93,10 +105,12 @@ __device__ __forceinline__ void schedule_tiles(TileQueueStorage& queue, Order or
     Tile tile;
     int number = worker;
     do {
-        if (first_is_queued)
+        if (first_is_queued) {
+            mbarrier_wait(shared_address(&queue.full[0]), 0);
             tile.rows = queue.tiles[0].rows;
-        else
+        } else {
             tile = order.tile_at(number);
+        }
         if (!HALF_TILES || tile.rows >= 0) {
             if (!first_is_queued) queue_tile<CLUSTER>(queue, pipeline, tile);
             pipeline.advance();

@@ -1,6 +1,6 @@
 """Host side of sm90_bf16_grouped_gemm.cu with a quantising epilogue: FP4 and every other pair of it on Hopper.
 
-What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/sm90_bf16/transposed_quant.cuh.
+What an epilogue does is in padless.epilogue; the kernel's side of it in kernels/device/sm90/transposed_quant.cuh.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def prepare(
 
     read = operands(a, b, offs, tile, weight_rows=INTERLEAVE if epilogue.gate_and_up_apart else None)
     arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
-    arguments += [_direct_outputs(driver, tensors, epilogue, n), *read.numbers]
+    arguments += [direct_outputs(driver, tensors, epilogue, n), *read.numbers]
     arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
     tiles = most_tiles(m, n, num_groups, tile.block_m, tile.block_n)
     grid = persistent_grid(driver.num_sms(device), tiles)
@@ -76,8 +76,8 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), (*copies, *read.copies))
 
 
-def _direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
-    """struct DirectOutputs of kernels/sm90_bf16/transposed_quant.cuh."""
+def direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
+    """struct DirectOutputs of kernels/device/sm90/transposed_quant.cuh."""
     targets = (tensors.d, tensors.row_codes, tensors.column_codes)
     addresses = [0 if t is None else t.data_ptr() for t in targets]
     pitches = [0 if t is None else t.stride(0) * t.element_size() for t in targets]

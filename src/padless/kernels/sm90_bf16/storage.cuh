@@ -21,7 +21,7 @@ static_assert(NUM_MMA_WARPGROUPS == 2 || NUM_MMA_WARPGROUPS == 4, "warpgroups");
 #include "device/activation.cuh"
 #include "device/quant_rules.cuh"
 #include "device/quant_outputs.cuh"
-#include "sm90_bf16/transposed_quant.cuh"
+#include "device/sm90/transposed_quant.cuh"
 static_assert(!(GATE_AND_UP_APART && SFB_IS_BLOCKED), "a copy of blocked scales has 128 rows together");
 #else
 constexpr bool GATE_AND_UP_APART = false;

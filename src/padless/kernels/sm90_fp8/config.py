@@ -33,6 +33,8 @@ class Sm90Fp8Config:
     Attributes:
         block_m: rows of the output tile, 64, 128 or 256, shared out to the consumer warpgroups 64 at a time.
         block_n: columns of the output tile, a multiple of 64 up to 192.
+        few_rows: whether rows of A are on the side of the tensor core's columns (``sm90_fp8_few``): then block_m is 8, 16,
+            32 or 64, block_n 128 or 256, cluster_n 1, store "ragged" and scales "mn".
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
         cluster_n: CTAs that share (multicast) the rows of A, side by side along N: 1 or 2.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
@@ -55,9 +57,18 @@ class Sm90Fp8Config:
     scale_window_k_blocks: int = 0
     max_groups: int = FEW_GROUPS
     out_dtype: torch.dtype = torch.bfloat16
+    few_rows: bool = False
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
+        if self.few_rows:
+            require(self.block_m in (8, 16, 32, 64), "block_m", "8, 16, 32 or 64 with few_rows")
+            require(self.block_n in (128, 256), "block_n", "128 or 256 with few_rows")
+            require(self.cluster_n == 1, "cluster_n", "1 with few_rows")
+            require(self.store == "ragged", "store", "'ragged' with few_rows")
+            require(self.scales == "mn", "scales", "'mn' with few_rows")
+            check_common_fields(self, require)
+            return
         require(self.block_m in (64, 128, 256), "block_m", "64, 128 or 256")
         require(self.block_m * self.block_n <= 256 * 128, "block_n", "at most 128 when block_m is 256")
         require(self.block_n in (64, 128, 192), "block_n", "64, 128 or 192")
@@ -67,8 +78,16 @@ class Sm90Fp8Config:
         check_common_fields(self, require)
         require(self.scale_window_k_blocks >= 0, "scale_window_k_blocks", "0 or more")
 
+    @property
+    def source(self) -> str:
+        """The kernel's file."""
+        return "sm90_fp8_few/sm90_fp8_few_grouped_gemm.cu" if self.few_rows else "sm90_fp8/sm90_fp8_grouped_gemm.cu"
+
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
+        if self.few_rows:
+            constants = fields_of(self, "block_m", "block_n", "num_stages", "raster_m", "max_groups")
+            return cpp_constants(constants, macros={"OUT_TYPE": OUT_DTYPES[self.out_dtype]})
         tile = fields_of(self, "block_m", "block_n", "num_stages", "cluster_n", "raster_m", "max_groups")
         constants = tile | fields_of(self, "scale_window_k_blocks")
         macros = {

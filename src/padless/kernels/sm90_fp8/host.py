@@ -35,9 +35,13 @@ def prepare(
     problem = Problem(m, n, k, num_groups, out.dtype, driver.num_sms(device))
     config = select_config(problem) if config is None else fit_config(config, problem)
     a, copies = readable(a, config.scales)
-    loaded = load_kernel(driver, KERNEL, config, device)
-    encoded: list[Argument] = [b"".join(map(driver.encode, specs)) for specs in _tensor_maps(a, b, out, config)]
+    loaded = load_kernel(driver, config.source, config, device)
     counter = tile_counter(config, device, out.data_ptr())
+    if config.few_rows:
+        specs = (*few_rows_maps(a, b, config), maps.output_ragged(out, config.block_m))
+        few: list[Argument] = [driver.encode(spec) for spec in specs]
+        return Prepared(packed(driver, loaded, a, b, offs, problem, config, few, counter, [out]), copies)
+    encoded: list[Argument] = [b"".join(map(driver.encode, specs)) for specs in _tensor_maps(a, b, out, config)]
     strides = (tensor_map.outer_stride(b.data, dim) for dim in (1, 0))
     weights = [(value, 8) for value in (b.data.data_ptr(), *strides)]
     return Prepared(packed(driver, loaded, a, b, offs, problem, config, encoded, counter, [out], weights), copies)
@@ -79,6 +83,17 @@ def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:
     tiles = most_tiles(problem.m, problem.n, problem.num_groups, config.block_m, columns)
     half_tiles = tiles * (2 if has_half_tiles(config.block_m) else 1)
     return persistent_grid(problem.num_sms, half_tiles, config.cluster_n)
+
+
+def few_rows_maps(
+    a: BlockScaledTensor, b: BlockScaledTensor, config: Sm90Fp8Config, weight_rows: int | None = None
+) -> tuple[tensor_map.TensorMapSpec, ...]:
+    """A, B, in boxes of ``weight_rows`` rows or a tile's, and scales of A, as sm90_fp8_few reads them."""
+    return (
+        tensor_map.operand(a.data, config.block_m),
+        tensor_map.operand(b.data, config.block_n if weight_rows is None else weight_rows),
+        tensor_map.mn_major_scales(a.scale, config.block_m + 4),
+    )
 
 
 def _tensor_maps(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from padless.epilogue import Epilogue, EpilogueTensors
+from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels import epilogue_gate, epilogue_launch, maps
 from padless.kernels.cost_model import Tile, best_tile, cost_table
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
-from padless.kernels.sm90_fp8.host import KERNEL, packed, readable
+from padless.kernels.sm90_bf16.host_quant import direct_outputs, piece_columns
+from padless.kernels.sm90_fp8.host import few_rows_maps, packed, readable
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver
 
@@ -44,7 +45,13 @@ def prepare(
     check_tile(tile, epilogue)
     a, copies = readable(a, "mn")
     compiled = epilogue_launch.QuantConfig(tile, epilogue)
-    loaded = load_kernel(driver, KERNEL, compiled, device)
+    loaded = load_kernel(driver, tile.source, compiled, device)
+    counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
+    used = epilogue_launch.present(tensors)
+    if tile.few_rows:
+        specs = few_rows_maps(a, b, tile, INTERLEAVE if epilogue.gate_and_up_apart else None)
+        few: list[Argument] = [*map(driver.encode, specs), direct_outputs(driver, tensors, epilogue, n)]
+        return Prepared(packed(driver, loaded, a, b, offs, problem, tile, few, counter, used), copies)
     specs = [
         maps.rows_operand(a.data, num_groups),
         maps.interleaved_operand(b.data, epilogue_launch.interleaved_rows(epilogue)),
@@ -54,10 +61,7 @@ def prepare(
         *map(driver.encode, specs),
         epilogue_launch.outputs_argument(driver, tensors, epilogue, n),
     ]
-    counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
-    return Prepared(
-        packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, epilogue_launch.present(tensors)), copies
-    )
+    return Prepared(packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, used), copies)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------
@@ -97,6 +101,10 @@ def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
 def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     """Raises ValueError for a tile that cannot do ``epilogue``."""
     require = epilogue_launch.requirement_of(tile)
+    if tile.few_rows:
+        require(epilogue.column_format is None, "few_rows", "False for column outputs")
+        require(tile.block_n >= piece_columns(epilogue), "block_n", "256 for FP8_BLOCK rows of a SwiGLU")
+        return
     require(tile.block_n == epilogue_launch.TILE_COLUMNS, "block_n", str(epilogue_launch.TILE_COLUMNS))
     require(tile.store == "ragged", "store", "'ragged'")
     require(tile.scales == "mn", "scales", "'mn'")

@@ -188,8 +188,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         clear_missing_rows<STAGES, BLOCK_M, NUM_CONSUMER_WARPS * 32>(shared.a[0], problem.row_box(), m);
     }
     if (warp != LOAD_WARP || !has_small_table) griddepcontrol_wait();
+    bool has_first_tile = has_small_table;
     if (!has_small_table) {
-        build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, lane);
+        has_first_tile = build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, lane);
+        if (has_first_tile && warp == LOAD_WARP && elect_one())
+            queue_first_tile(shared.queue, Order(shared.groups.table(), n, gridDim.x / CLUSTER_N),
+                             blockIdx.x / CLUSTER_N);
     } else if (EPILOGUE_IS_QUANT) {
         __syncthreads();
     } else if (CLUSTER_N == 1) {
@@ -209,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         barrier_cluster_wait();
     }
     int ahead = 0;  // K blocks of the first tile that are on their way
-    if (LOADS_AHEAD && warp == LOAD_WARP && has_small_table && elect_one())
+    if (LOADS_AHEAD && warp == LOAD_WARP && has_first_tile && elect_one())
         ahead = load_first_stages(shared, problem, map_a, map_b, map_sfa, shared.queue.tiles[0]);
 
     if (warp >= NUM_CONSUMER_WARPS) {
@@ -225,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
             if (elect_one())
                 schedule_tiles<CLUSTER_N, HALF_TILES, TAKES_LATE>(
                     shared.queue, Order(shared.groups.table(), n, gridDim.x / CLUSTER_N), counter,
-                    blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_small_table);
+                    blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_first_tile);
         }
 #if !EPILOGUE_IS_QUANT
         const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for
