@@ -11,12 +11,12 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+
+from support import stand_in_modules
 
 INTEGRATIONS = Path(__file__).parents[2] / "src/padless/integrations"
 Name = tuple[str, str]  # module, attribute
@@ -76,15 +76,7 @@ def installed(door: Door, version: str | None = None, without: Name | str | None
             held[name] = called(registry) if called else _Empty(name, (), {})
     with pytest.MonkeyPatch.context() as patch:
         forget(door, patch)
-        for module in sorted({".".join(m.split(".")[: i + 1]) for m in contents for i in range(m.count(".") + 1)}):
-            made = ModuleType(module)
-            made.__spec__ = ModuleSpec(module, None, is_package=True)
-            made.__path__ = []
-            made.__dict__.update(contents.get(module, {}))
-            patch.setitem(sys.modules, module, made)
-            parent, _, leaf = module.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], leaf, made)
+        stand_in_modules.put(patch, contents)
         yield registry
         for module in [module for module in sys.modules if module.startswith(door.plugin)]:
             del sys.modules[module]

@@ -26,17 +26,22 @@ from padless.runtime import devices, driver, jit
 from padless.runtime.driver import ByAddress, CudaDriver, CudaLaunch
 
 STREAM = 0x5000
-_CACHES = (
-    devices._cuda_of,
-    driver._driver_of,
-    devices.capability_of,
-    launches.is_programmatic,
-    casts.casts_in_hardware,
-)
-_MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "tensor", "zeros")
+MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "tensor", "zeros")
 
 
-def _on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def forget_devices() -> None:
+    """Empties the caches of what is known of a device."""
+    for cached in (
+        devices._cuda_of,
+        driver._driver_of,
+        devices.capability_of,
+        launches.is_programmatic,
+        casts.casts_in_hardware,
+    ):
+        cached.cache_clear()
+
+
+def on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with the CPU for a GPU among its arguments."""
 
     def there(value: Any) -> Any:
@@ -163,8 +168,7 @@ _TRITON = _Triton()
 @contextmanager
 def pretended(quick: bool = False) -> Iterator[Gpu]:
     """A Hopper GPU inside. quick: launches are not recorded, for timing what is in front of them."""
-    for cache in _CACHES:
-        cache.cache_clear()
+    forget_devices()
     launch.load_kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         gpu = Gpu(quick)
@@ -209,12 +213,11 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
             patch.setattr(torch.cuda, name, answer)
         patch.setattr(driver, "current_stream", lambda index: gpu.stream + index)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: gpu.stream + index, raising=False)
-        for name in _MAKERS:
-            patch.setattr(torch, name, _on_the_cpu(getattr(torch, name)))
+        for name in MAKERS:
+            patch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
         patch.setattr(torch.Tensor, "device", property(lambda t: torch.device("cuda", gpu.index)))
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         patch.setattr(torch.Tensor, "get_device", lambda t: gpu.index)
         yield gpu
-    for cache in _CACHES:
-        cache.cache_clear()
+    forget_devices()
     launch.load_kernel.cache_clear()

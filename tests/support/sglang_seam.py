@@ -6,16 +6,15 @@ files can be imported (.peers/sglang on PYTHONPATH, see docs/frameworks.md) the 
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+
+from support import stand_in_modules
 
 # Fields of SGLang's configuration that padless reads, with their defaults.
 CONFIG = {
@@ -97,13 +96,8 @@ class MoeRunner:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Puts the stand-in into sys.modules."""
     contents: dict[str, dict[str, Any]] = {
-        "sglang": {},
-        "sglang.srt": {},
-        "sglang.srt.layers": {},
-        _MOE: {},
         f"{_MOE}.moe_runner": {"MoeRunner": MoeRunner},
         f"{_MOE}.moe_runner.base": {"DispatchMoeRunnerCore": DispatchMoeRunnerCore, "MoeRunnerConfig": MoeRunnerConfig},
-        f"{_MOE}.token_dispatcher": {},
         f"{_MOE}.token_dispatcher.standard": {
             "StandardDispatchOutput": StandardDispatchOutput,
             "StandardCombineInput": StandardCombineInput,
@@ -115,12 +109,4 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "get_moe_runner_backend": lambda: RegisteredMoeRunnerBackend("padless"),
         },
     }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__dict__.update(names)
-        patch.setitem(sys.modules, name, module)
-        parent, _, leaf = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
+    stand_in_modules.put(patch, contents)

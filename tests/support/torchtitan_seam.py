@@ -6,16 +6,15 @@ can be imported the same tests run on those.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+
+from support import stand_in_modules
 
 GROUPED_MM = ["self", "A", "B_t", "offs"]
 REGISTERED: dict[str, Any] = {}
@@ -117,20 +116,11 @@ def derive(source: Any, target_cls: Any, **deltas: Any) -> Any:
 def install(patch: pytest.MonkeyPatch) -> None:
     """Puts the stand-in into sys.modules."""
     contents: dict[str, dict[str, Any]] = {
-        "torchtitan": {},
-        "torchtitan.config": {},
         "torchtitan.config.override": {"override": override, "derive": derive},
-        "torchtitan.models": {},
-        "torchtitan.models.common": {},
         "torchtitan.models.common.moe": {"GroupedExperts": GroupedExperts},
         "torchtitan.models.common.token_dispatcher": {
             "BaseEPTokenDispatcher": BaseEPTokenDispatcher,
             "LocalTokenDispatcher": LocalTokenDispatcher,
         },
     }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__dict__.update(names)
-        patch.setitem(sys.modules, name, module)
+    stand_in_modules.put(patch, contents)

@@ -8,7 +8,7 @@ the current device, asks where the tensors are.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,30 +20,14 @@ from triton.runtime.jit import KernelInterface
 
 from padless.kernels import launch, remembered, replay
 from padless.moe.triton import route
-from padless.quantization.triton import casts, launches
-from padless.runtime import devices, driver, jit
+from padless.quantization.triton import launches
+from padless.runtime import driver, jit
 from support import libcuda
+from support.hopper import MAKERS, forget_devices, on_the_cpu
 
 SECOND = torch.device("cuda", 1)
 STREAM = 0x2000  # torch's current one on the second GPU
 KERNEL = jit.CompiledKernel(b"\x7fELFfake", "cubin", "the_entry", 202_752, 384, 5, 168, 0, 0, "")
-_CACHES = (
-    devices._cuda_of,
-    driver._driver_of,
-    devices.capability_of,
-    launches.is_programmatic,
-    casts.casts_in_hardware,
-)
-_MAKERS = ("arange", "empty", "empty_strided", "full", "ones", "randn", "tensor", "zeros")
-
-
-def _on_the_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with the CPU for a GPU among its arguments."""
-
-    def there(value: Any) -> Any:
-        return "cpu" if isinstance(value, torch.device) and value.type == "cuda" else value
-
-    return lambda *args, **kwargs: function(*map(there, args), **{name: there(v) for name, v in kwargs.items()})
 
 
 class TwoGpus:
@@ -94,8 +78,7 @@ class TwoGpus:
 @contextmanager
 def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[TwoGpus]:
     """Two GPUs of a kind inside."""
-    for cache in _CACHES:
-        cache.cache_clear()
+    forget_devices()
     with pytest.MonkeyPatch.context() as patch:
         stub = libcuda.installed(library, patch)
         library.stub_set_capabilities(*[10 * capability[0] + capability[1]] * 2)
@@ -119,12 +102,11 @@ def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[Two
             patch.setattr(kind, "__getitem__", lambda kernel, grid: gpus.run_triton, raising=False)
         unset = route.empty
         patch.setattr(route, "empty", lambda *a: route.Sorted(*(t.zero_() for t in unset(*a))))
-        for name in _MAKERS:
-            patch.setattr(torch, name, _on_the_cpu(getattr(torch, name)))
-        patch.setattr(torch.Tensor, "to", _on_the_cpu(torch.Tensor.to))
+        for name in (*MAKERS, "randn"):
+            patch.setattr(torch, name, on_the_cpu(getattr(torch, name)))
+        patch.setattr(torch.Tensor, "to", on_the_cpu(torch.Tensor.to))
         where = property(lambda t: torch.device("cuda", gpus.index_of(t)))
         for name, of_tensors in {"is_cuda": True, "device": where, "get_device": lambda t: gpus.index_of(t)}.items():
             patch.setattr(torch.Tensor, name, of_tensors, raising=False)
         yield gpus
-    for cache in _CACHES:
-        cache.cache_clear()
+    forget_devices()

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from support import stand_in_modules
 
 # Parameters of what PadlessExperts overrides, as vLLM calls it.
 PARAMETERS = {
@@ -167,11 +168,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     """Puts the stand-in into sys.modules."""
     moe = f"{_LAYERS}.fused_moe"
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {},
         "vllm.platforms": {"current_platform": Platform()},
-        "vllm.model_executor": {},
-        _LAYERS: {},
-        moe: {},
         f"{moe}.modular_kernel": {
             "FusedMoEExpertsModular": FusedMoEExpertsModular,
             "FusedMoEActivationFormat": FusedMoEActivationFormat,
@@ -188,8 +185,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "mxfp4_w4a16_moe_quant_config": QuantConfig,
         },
         f"{moe}.topk_weight_and_reduce": {"TopKWeightAndReduceNoOP": type("TopKWeightAndReduceNoOP", (), {})},
-        f"{_LAYERS}.quantization": {},
-        f"{_LAYERS}.quantization.utils": {},
         f"{_LAYERS}.quantization.utils.quant_utils": {
             "QuantKey": str,
             "kFp8Dynamic128Sym": "kFp8Dynamic128Sym",
@@ -198,15 +193,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
             "kMxfp4Dynamic": "kMxfp4Dynamic",
         },
     }
-    for name, names in contents.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        module.__dict__.update(names)
-        patch.setitem(sys.modules, name, module)
-        parent, _, leaf = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], leaf, module)
+    stand_in_modules.put(patch, contents)
 
 
 @contextmanager
