@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from typing import Any
-
 import pytest
 import torch
 
 import padless
 from padless.testing import exchange
-from support.ragged import ROOT
+from support.interpreter import interpreted
 
 pytest.importorskip("triton")
 from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_virtual
 
 QUICK = ("three_ranks", "one_rank_ahead", "waits", "sums_of_slots")
-
-
-def interpreted(program: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a program of tests/support prints, with kernels in Triton's interpreter."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/support" / program), *arguments]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +13,8 @@ import padless
 from padless import FP8_BLOCK
 from padless.moe import Router, TopK, choosing, moe, topk, twins
 from support import topk_cases
+from support.interpreter import interpreted
 from support.moe_layer_problem import draw_layer
-from support.ragged import ROOT
 from support.topk_cases import RULES, draw_bias, draw_logits, draw_rule
 
 ULP = 2.0**-23
@@ -218,21 +214,16 @@ def test_a_wrong_choice_is_noticed(planted: Callable[..., TopK], name: str) -> N
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """The outcome of every case in Triton's interpreter, from one process of its own."""
+def outcomes() -> dict[str, str | None]:
+    """Of every case in Triton's interpreter, from one process of its own."""
     pytest.importorskip("triton")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    program = str(ROOT / "tests/support/topk_cases.py")
-    ran = subprocess.run([sys.executable, program], env=env, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return interpreted("topk_cases.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", topk_cases.CASES)
-def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_in_the_interpreter(name: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[name] is None, outcomes[name]
 
 
 @pytest.mark.gpu(capability=None)

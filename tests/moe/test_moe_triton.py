@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -14,28 +10,22 @@ import torch
 
 from padless.moe import twins
 from support import moe_cases, triton_cases
-from support.ragged import ROOT
+from support.interpreter import interpreted
 
 triton = pytest.importorskip("triton")
 from support.emulated_triton import EmulatedKernel  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """The outcome of every case in Triton's interpreter, from one process of its own."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/moe_cases.py")], env=env, capture_output=True, text=True, timeout=280
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+def outcomes() -> dict[str, str | None]:
+    """Of every case in Triton's interpreter, from one process of its own."""
+    return interpreted("moe_cases.py")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", moe_cases.CASES)
-def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_in_the_interpreter(name: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[name] is None, outcomes[name]
 
 
 @pytest.mark.gpu(capability=None)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from support import nn_triton_cases as cases
-from support.ragged import ROOT
+from support.interpreter import interpreted
 
 triton = pytest.importorskip("triton")
 from support.emulated_triton import EmulatedKernel  # noqa: E402
@@ -21,19 +18,14 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """The outcome of every case in Triton's interpreter, from one process of its own."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/support/nn_triton_cases.py")]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+def outcomes() -> dict[str, str | None]:
+    """Of every case in Triton's interpreter, from one process of its own."""
+    return interpreted("nn_triton_cases.py")
 
 
 @pytest.mark.parametrize("name", cases.CASES)
-def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_in_the_interpreter(name: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[name] is None, outcomes[name]
 
 
 @pytest.mark.gpu(capability=None)

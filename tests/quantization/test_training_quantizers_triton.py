@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,7 +15,7 @@ import torch
 
 from support import training_quantizer_cases as cases
 from support import triton_cases
-from support.ragged import ROOT
+from support.interpreter import interpreted
 
 triton = pytest.importorskip("triton")
 
@@ -26,31 +24,21 @@ from support.emulated_triton import EmulatedKernel  # noqa: E402
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def run_interpreted(names: list[str]) -> dict[str, str | None]:
-    """The outcome of cases in Triton's interpreter, from one process of its own."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests/support/training_quantizer_cases.py"), *names]
-    ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=False)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
+def outcomes() -> dict[str, str | None]:
     """The outcomes of all short cases."""
-    return run_interpreted([name for name in cases.CASES if name not in cases.LONG])
+    return interpreted("training_quantizer_cases.py", *(name for name in cases.CASES if name not in cases.LONG))
 
 
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name not in cases.LONG])
-def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_in_the_interpreter(name: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[name] is None, outcomes[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(cases.LONG))
 def test_long_in_the_interpreter(name: str) -> None:
-    assert run_interpreted([name]) == {name: None}
+    assert interpreted("training_quantizer_cases.py", name) == {name: None}
 
 
 @pytest.mark.gpu(capability=None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from support import triton_cases
-from support.ragged import ROOT
+from support.interpreter import interpreted
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -22,24 +20,14 @@ from padless.quantization.triton import casts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """The outcome of every case in Triton's interpreter, from one process of its own."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), env.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/triton_cases.py")],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+def outcomes() -> dict[str, str | None]:
+    """Of every case in Triton's interpreter, from one process of its own."""
+    return interpreted("triton_cases.py")
 
 
 @pytest.mark.parametrize("name", triton_cases.CASES)
-def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_in_the_interpreter(name: str, outcomes: dict[str, str | None]) -> None:
+    assert outcomes[name] is None, outcomes[name]
 
 
 @pytest.mark.gpu
@@ -102,7 +90,6 @@ def test_usual_reciprocals() -> None:
 @pytest.mark.gpu
 def test_torch_definitions_are_the_same_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `quantize` does for CUDA tensors where Triton is missing."""
-    import sys
 
     from padless import formats
 

@@ -115,8 +115,7 @@ BUGS = {
         "order_of_sums", (("send_back", "tl.load(inverse_ptr + at + j)", "tl.load(inverse_ptr + at + TOP_K - 1 - j)"),)
     ),
     "ranks are added from the last": Bug(
-        "order_of_sums",
-        (("send_back", "for r in tl.static_range(R):\n", "for q in tl.static_range(R):\n            r = R - 1 - q\n"),),
+        "order_of_sums", (("send_back", "for r in tl.static_range(R):", "for r in tl.static_range(R - 1, -1, -1):"),)
     ),
     "sums without a rank": Bug("waits", (("send_back", "if there == 0:", "if there == 2:"),)),
     "values by slot go to the wrong rank": Bug(
@@ -148,7 +147,8 @@ def plant(bug: Bug | None, folder: str) -> None:
 
 
 def find_all(only: list[str]) -> dict[str, str | None]:
-    from support import ep_symm_cases
+    from support import interpreter
+    from support.ep_symm_cases import CASES
 
     found: dict[str, str | None] = {}
     for name, bug in BUGS.items():
@@ -156,7 +156,7 @@ def find_all(only: list[str]) -> dict[str, str | None]:
             continue
         with tempfile.TemporaryDirectory() as folder:
             plant(bug, folder)
-            error = ep_symm_cases.run([bug.case])[bug.case]
+            error = interpreter.run(CASES, [bug.case])[bug.case]
         found[name] = None if error is None else error.strip().splitlines()[-1][-200:]
     return found
 

@@ -1,15 +1,10 @@
 """The kernels of the "symm" backend for virtual ranks, against loops, on any device.
 
-`tests/distributed` runs every case on a GPU where there is one, and everywhere in Triton's interpreter. That needs
-TRITON_INTERPRET=1 before triton is imported, so a process of its own: this file as a program, which prints one JSON
-object, case -> error or null. Names of cases as arguments run these alone.
+`tests/distributed` runs every case on a GPU where there is one, and everywhere in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -26,15 +21,10 @@ from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
 from padless.testing.guarded import GuardedOutput
 from support.ep_virtual import Ranks, expert_outputs, make
-from support.interpreter import accept_one_element
+from support.interpreter import Cases, main
 
-Case = Callable[[str], None]
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
+case = CASES.add
 
 
 def both_ways(function: Callable[[str, int], None]) -> Callable[[str, int], None]:
@@ -444,17 +434,5 @@ def wrong_ids(device: str, few_slots: int) -> None:
         backend.check()
 
 
-def run(names: list[str], device: str = "cpu") -> dict[str, str | None]:
-    accept_one_element()
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            CASES[name](device)
-            found[name] = None
-        except BaseException:
-            found[name] = traceback.format_exc()
-    return found
-
-
 if __name__ == "__main__":
-    json.dump(run(sys.argv[1:] or list(CASES)), sys.stdout)
+    main(CASES)

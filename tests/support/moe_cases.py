@@ -1,35 +1,22 @@
 """The Triton kernels of the Mixture-of-Experts layer against their torch twins, bit for bit, on any device.
 
-`test_moe_triton.py` runs every case on a GPU where there is one, and everywhere in Triton's interpreter. That needs
-TRITON_INTERPRET=1 before triton is imported, so a process of its own: this file as a program, which prints one JSON
-object, case -> error or null.
+`test_moe_triton.py` runs every case on a GPU where there is one, and everywhere in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import torch
-from triton.runtime import interpreter
 
 from padless.moe import Activation
+from support.interpreter import Cases, main
 from support.triton_cases import assert_same, awkward, bits
 
-Case = Callable[[str], None]
-CASES: dict[str, Case] = {}
+CASES = Cases()
+case = CASES.add
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def case(function: Case) -> Case:
-    """Add `function`, called with a device, to CASES."""
-    CASES[function.__name__] = function
-    return function
 
 
 def draw_ids(tokens: int, top_k: int, num_experts: int, seed: int, *, distinct: bool = False) -> torch.Tensor:
@@ -442,30 +429,5 @@ def combine_gradients(device: str) -> None:
             same_values(dweights, want[1])
 
 
-def take_bounds_from_tensors() -> None:
-    """Lets Triton 3.6's interpreter take a loop's bounds from a tensor: its int() of an array of one value is an error
-    from NumPy 2.5 on. Later versions of Triton do the same by themselves."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    interpreter._patch_lang_tensor = patched
-
-
-def main() -> None:
-    """Runs every case, or those named on the command line, on the CPU."""
-    take_bounds_from_tensors()
-    outcome: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CASES:
-        try:
-            CASES[name]("cpu")
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-    json.dump(outcome, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)

@@ -1,28 +1,19 @@
 """The Triton kernels of `padless.nn` against their definitions in torch, bit for bit, on any device.
 
-As `training_quantizer_cases.py`: a GPU runs the cases directly, Triton's interpreter in a process of its own, which is
-this file as a program: it prints one JSON object, case -> error or null. Memory that kernels allocate is poisoned.
+A GPU runs the cases directly, Triton's interpreter in a process of its own. Memory that kernels allocate is poisoned.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-
 import torch
 
+from support.interpreter import Cases, main
 from support.training_quantizer_cases import offs_of, poisoned_memory
 from support.triton_cases import awkward, bits
 
-CASES: dict[str, object] = {}
+CASES = Cases()
+case = CASES.add
 SIZES = (3, 0, 34, 1)  # of 45 rows
-
-
-def case(function: object) -> object:
-    """Add `function`, called with a device, to CASES."""
-    CASES[function.__name__] = function  # type: ignore[attr-defined]
-    return function
 
 
 def assert_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
@@ -110,21 +101,5 @@ def swiglu_backward(device: str) -> None:
         assert (got[2][38:] == 0).all()
 
 
-def run_all(device: str, names: list[str]) -> dict[str, str | None]:
-    """The cases of these names on a device: tracebacks, or None."""
-    import traceback
-
-    results: dict[str, str | None] = {}
-    for name in names:
-        try:
-            CASES[name](device)  # type: ignore[operator]
-            results[name] = None
-        except Exception:
-            results[name] = traceback.format_exc(limit=-3)
-    return results
-
-
 if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    torch.set_num_threads(1)
-    print(json.dumps(run_all("cpu", sys.argv[1:] or list(CASES)), indent=2))
+    main(CASES)

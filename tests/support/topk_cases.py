@@ -1,21 +1,17 @@
 """padless.moe.topk's Triton kernel against its twin in torch, bit for bit, on any device.
 
-`test_moe_topk.py` runs every case on a GPU where there is one, and everywhere in Triton's interpreter. That needs
-TRITON_INTERPRET=1 before triton is imported, so a process of its own: this file as a program, which prints one JSON
-object, case -> error or null.
+`test_moe_topk.py` runs every case on a GPU where there is one, and everywhere in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-import traceback
 
 import torch
 
 from padless.moe import Router, twins
-from support.moe_cases import Case, same_values, take_bounds_from_tensors
+from support.interpreter import Cases, main
+from support.moe_cases import same_values
 from support.training_quantizer_cases import poisoned_memory
 from support.triton_cases import awkward
 
@@ -95,12 +91,8 @@ def special_logits() -> torch.Tensor:
     return rows
 
 
-CASES: dict[str, Case] = {}
-
-
-def case(function: Case) -> Case:
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
+case = CASES.add
 
 
 @case
@@ -166,18 +158,5 @@ def many_tokens(device: str) -> None:
         compare(draw_logits(1 + seed * 3, experts, DTYPES[seed % 3], seed), bias, rule, device)
 
 
-def main() -> None:
-    """Runs every case, or those named on the command line, on the CPU."""
-    take_bounds_from_tensors()
-    outcome: dict[str, str | None] = {}
-    for name in sys.argv[1:] or CASES:
-        try:
-            CASES[name]("cpu")
-            outcome[name] = None
-        except Exception:
-            outcome[name] = traceback.format_exc()
-    json.dump(outcome, sys.stdout)
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)

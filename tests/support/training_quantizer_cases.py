@@ -1,35 +1,25 @@
 """The Triton quantizers of training against their definitions in torch, bit for bit, on any device.
 
-As `triton_cases.py`: a GPU runs the cases directly, Triton's interpreter in a process of its own, which is this file as
-a program: it prints one JSON object, case -> error or null. All memory that the kernels allocate is poisoned first, so
-that what is not written differs.
+A GPU runs the cases directly, Triton's interpreter in a process of its own. All memory that the kernels allocate is
+poisoned first, so that what is not written differs.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
+from support.interpreter import Case, Cases, main
 from support.triton_cases import awkward, bits
 
-Case = Callable[[str], None]
-CASES: dict[str, Case] = {}
+CASES = Cases()
+case = CASES.add
 # Cases of many programs; the others take a second or two each in the interpreter.
 LONG: set[str] = set()
-
-
-def case(function: Case) -> Case:
-    """Add `function`, called with a device, to CASES."""
-    CASES[function.__name__] = function
-    return function
 
 
 def long_case(function: Case) -> Case:
@@ -294,24 +284,5 @@ def nvfp4_hadamard(device: str) -> None:
             assert_equal((got,), (nvfp4_random_rules.hadamard(x, signs),), "transformed")
 
 
-def run_all(device: str, names: list[str]) -> dict[str, str | None]:
-    """The cases of these names on a device: tracebacks, or None."""
-    results: dict[str, str | None] = {}
-    for name in names:
-        try:
-            CASES[name](device)
-            results[name] = None
-        except Exception:
-            results[name] = traceback.format_exc(limit=-3)
-    return results
-
-
-def main() -> None:
-    """`python training_quantizer_cases.py NAME..` in the interpreter; all cases when no name is given."""
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    torch.set_num_threads(1)
-    print(json.dumps(run_all("cpu", sys.argv[1:] or list(CASES)), indent=2))
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)

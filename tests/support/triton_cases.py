@@ -1,30 +1,20 @@
 """The Triton quantisers against the torch ones, bit for bit, on any device.
 
-`test_quantize_triton.py` runs every case on a GPU where there is one, and everywhere in Triton's interpreter.
-That needs TRITON_INTERPRET=1 before triton is imported, so a process of its own: this file as a program,
-which prints one JSON object, case -> error or null.
+`test_triton.py` runs every case on a GPU where there is one, and everywhere in Triton's interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 
-Case = Callable[[str], None]
-CASES: dict[str, Case] = {}
+from support.interpreter import Cases, main
 
-
-def case(function: Case) -> Case:
-    """Add `function`, called with a device, to CASES."""
-    CASES[function.__name__] = function
-    return function
+CASES = Cases()
+case = CASES.add
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
@@ -428,29 +418,5 @@ def bandwidth(name: str, rows: int = 16384, K: int = 7168) -> tuple[float, float
     return quantized / 1e6, 2 * source.nbytes / microseconds(lambda: target.copy_(source)) / 1e6
 
 
-def run_all(device: str) -> dict[str, str | None]:
-    """Every case on a device: its traceback, or None."""
-    results: dict[str, str | None] = {}
-    for name, function in CASES.items():
-        try:
-            function(device)
-            results[name] = None
-        except Exception:
-            results[name] = traceback.format_exc(limit=-3)
-    return results
-
-
-def main() -> None:
-    """`python triton_cases.py` in the interpreter, `python triton_cases.py cuda` on a GPU, then with speeds."""
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    assert interpreted == (device == "cpu"), "set TRITON_INTERPRET=1 for the CPU, and only for it"
-    torch.set_num_threads(1)
-    print(json.dumps(run_all(device), indent=2))
-    for name in SPEEDS if device != "cpu" else ():
-        quantized, copied = bandwidth(name)
-        print(f"{name}: {quantized:.2f} TB/s, {quantized / copied:.0%} of a copy at {copied:.2f} TB/s")
-
-
 if __name__ == "__main__":
-    main()
+    main(CASES)
