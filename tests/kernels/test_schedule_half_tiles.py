@@ -209,7 +209,11 @@ PLANTED_IN_THE_FIRST_TILE = {
     "never_a_half": ("device/tile_queue.cuh", "all < workers ?", "false ?"),
     "wrong_total": ("device/group_table.cuh", "group.all_tiles += tiles_of(other);", "group.all_tiles = 1;"),
     "always_the_first_half": ("device/tile_queue.cuh", "half = past % 2", "half = 0"),
-    "an_empty_half_is_queued": ("device/tile_queue.cuh", "if (Order::HAS_HALF_TILES && tile.rows < 0) tile.rows = 0;", ""),
+    "an_empty_half_is_queued": (
+        "device/tile_queue.cuh",
+        "if (Order::HAS_HALF_TILES && tile.rows < 0) tile.rows = 0;",
+        "",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 
 from padless.epilogue import SCALED_MAX, Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK
 from padless.kernels import maps
 from padless.kernels.config import Requirement
 from padless.kernels.epilogue_gate import MULTIPLES_OF_N, activation_constants, check_gate_up
@@ -113,6 +114,11 @@ def check_outputs(
             raise ValueError(f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it")
 
 
+def piece_columns(epilogue: Epilogue) -> int:
+    """Weight rows whose sums are staged together: those of a row's block of scales, 64 at least."""
+    return 64 if epilogue.row_format != FP8_BLOCK else 256 if epilogue.is_glu else 128
+
+
 # --- arguments ------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +154,16 @@ def outputs_argument(
     encoded = b"".join(bytes(128) if spec is None else driver.encode(spec) for spec in specs)
     packed = outputs_bytes(tensors, epilogue, n, encoded)
     return packed + bytes(-len(packed) % 128)
+
+
+def direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
+    """struct DirectOutputs of kernels/device/sm90/transposed_quant.cuh."""
+    targets = (tensors.d, tensors.row_codes, tensors.column_codes)
+    addresses = [0 if t is None else t.data_ptr() for t in targets]
+    pitches = [0 if t is None else t.stride(0) * t.element_size() for t in targets]
+    packed = outputs_argument(driver, tensors, epilogue, n, by_copies=False)
+    packed += struct.pack("<3Q3q", *addresses, *pitches)
+    return packed + bytes(-len(packed) % 64)
 
 
 def outputs_bytes(tensors: EpilogueTensors, epilogue: Epilogue, n: int, maps: bytes = NO_MAPS) -> bytes:

@@ -5,7 +5,6 @@ What an epilogue does is in padless.epilogue; the kernel's side of it in kernels
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 
 import torch
@@ -14,7 +13,14 @@ from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.config import format_name, room_for_groups
 from padless.kernels.epilogue_gate import SM90_BF16_MULTIPLES_OF_N
-from padless.kernels.epilogue_launch import QuantConfig, check_outputs, output_address, outputs_argument, present
+from padless.kernels.epilogue_launch import (
+    QuantConfig,
+    check_outputs,
+    direct_outputs,
+    output_address,
+    piece_columns,
+    present,
+)
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, tokens_of_tile
 from padless.kernels.sm90_bf16.host import KERNEL, operands
@@ -76,27 +82,12 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), (*copies, *read.copies))
 
 
-def direct_outputs(driver: Driver, tensors: EpilogueTensors, epilogue: Epilogue, n: int) -> bytes:
-    """struct DirectOutputs of kernels/device/sm90/transposed_quant.cuh."""
-    targets = (tensors.d, tensors.row_codes, tensors.column_codes)
-    addresses = [0 if t is None else t.data_ptr() for t in targets]
-    pitches = [0 if t is None else t.stride(0) * t.element_size() for t in targets]
-    packed = outputs_argument(driver, tensors, epilogue, n, by_copies=False)
-    packed += struct.pack("<3Q3q", *addresses, *pitches)
-    return packed + bytes(-len(packed) % 64)
-
-
 # --- tiles -----------------------------------------------------------------------------------------------
 
 
 def least_rows(epilogue: Epilogue) -> int:
     """Tokens that a tile needs at least: those that share a column scale."""
     return 8 if epilogue.column_format is None else 128 if epilogue.column_format == FP8_BLOCK else 32
-
-
-def piece_columns(epilogue: Epilogue) -> int:
-    """Weight rows whose sums are staged together: those of a row's block of scales, 64 at least."""
-    return 64 if epilogue.row_format != FP8_BLOCK else 256 if epilogue.is_glu else 128
 
 
 def select_tile(

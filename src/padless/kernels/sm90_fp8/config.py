@@ -33,8 +33,6 @@ class Sm90Fp8Config:
     Attributes:
         block_m: rows of the output tile, 64, 128 or 256, shared out to the consumer warpgroups 64 at a time.
         block_n: columns of the output tile, a multiple of 64 up to 192.
-        few_rows: whether rows of A are on the side of the tensor core's columns (``sm90_fp8_few``): then block_m is 8, 16,
-            32 or 64, block_n 128 or 256, cluster_n 1, store "ragged" and scales "mn".
         num_stages: depth of the shared-memory pipeline; 0 means as many as fit.
         cluster_n: CTAs that share (multicast) the rows of A, side by side along N: 1 or 2.
         raster_m: m-tiles to a band of the tile order (see ``schedule.py``).
@@ -45,6 +43,8 @@ class Sm90Fp8Config:
         scale_window_k_blocks: with scales = "k", the most K blocks that the window of scales has room for.
         max_groups: room in the table of groups.
         out_dtype: bfloat16, float16 or float32.
+        few_rows: whether rows of A are on the side of the tensor core's columns (``sm90_fp8_few``): then block_m is 8,
+            16, 32 or 64, block_n 128 or 256, cluster_n 1, store "ragged" and scales "mn".
     """
 
     block_m: int = 128

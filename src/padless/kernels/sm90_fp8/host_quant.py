@@ -13,7 +13,6 @@ from padless.kernels import epilogue_gate, epilogue_launch, maps
 from padless.kernels.cost_model import Tile, best_tile, cost_table
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
-from padless.kernels.sm90_bf16.host_quant import direct_outputs, piece_columns
 from padless.kernels.sm90_fp8.host import few_rows_maps, packed, readable
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver
@@ -49,8 +48,8 @@ def prepare(
     counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
     used = epilogue_launch.present(tensors)
     if tile.few_rows:
-        specs = few_rows_maps(a, b, tile, INTERLEAVE if epilogue.gate_and_up_apart else None)
-        few: list[Argument] = [*map(driver.encode, specs), direct_outputs(driver, tensors, epilogue, n)]
+        read = few_rows_maps(a, b, tile, INTERLEAVE if epilogue.gate_and_up_apart else None)
+        few: list[Argument] = [*map(driver.encode, read), epilogue_launch.direct_outputs(driver, tensors, epilogue, n)]
         return Prepared(packed(driver, loaded, a, b, offs, problem, tile, few, counter, used), copies)
     specs = [
         maps.rows_operand(a.data, num_groups),
@@ -103,7 +102,9 @@ def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     require = epilogue_launch.requirement_of(tile)
     if tile.few_rows:
         require(epilogue.column_format is None, "few_rows", "False for column outputs")
-        require(tile.block_n >= piece_columns(epilogue), "block_n", "256 for FP8_BLOCK rows of a SwiGLU")
+        require(
+            tile.block_n >= epilogue_launch.piece_columns(epilogue), "block_n", "256 for FP8_BLOCK rows of a SwiGLU"
+        )
         return
     require(tile.block_n == epilogue_launch.TILE_COLUMNS, "block_n", str(epilogue_launch.TILE_COLUMNS))
     require(tile.store == "ragged", "store", "'ragged'")
