@@ -21,6 +21,7 @@ from support.emulator_variants import Edit
 from support.sm90_bf16_cases import Problem, error_bound, exact_result, random_problem
 
 DEQUANTIZE = "sm90_bf16/dequantize.cuh"
+STORE = "device/sm90/transposed_store.cuh"
 TOKENS = "sm90_bf16/tokens.cuh"
 WEIGHTS = "sm90_bf16/weights.cuh"
 MULTIPLY = "sm90_bf16/multiply.cuh"
@@ -146,12 +147,12 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "no proxy fence before the store",
         ("missing-proxy-fence",),
-        ((KERNEL, "fence_proxy_async_shared();\n    bar_sync", "bar_sync"),),
+        ((STORE, "fence_proxy_async_shared();\n    bar_sync", "bar_sync"),),
     ),
     Bug(
         "the store is clipped at the tile and not at the group",
         (),
-        ((KERNEL, "tile.row + tile.rows);", "tile.row + BLOCK_M);"),),
+        ((STORE, "tile.row + tile.rows);", "tile.row + BLOCK_M);"),),
     ),
     # ---- values
     Bug(

@@ -50,7 +50,7 @@ BUGS: tuple[Bug, ...] = (
         ("mbarrier", "race"),
         ((MAIN, "bar_sync(START_BARRIER, NUM_THREADS);", "bar_sync(START_BARRIER, NUM_THREADS - 32);"),),
     ),
-    Bug("first tile queued twice", ("race", "mbarrier", "deadlock"), ((MAIN, ", has_small_table)", ")"),)),
+    Bug("first tile queued twice", ("race", "mbarrier", "deadlock"), ((MAIN, ", has_first_tile)", ")"),)),
     # ---- clusters
     Bug("no cluster barrier after the set-up", ("mbarrier",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512),
     Bug("no cluster barrier before the end", ("exit",), ((MAIN, CLUSTER_SYNC, ""),), CLUSTER, n=512, nth=1),

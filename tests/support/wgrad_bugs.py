@@ -338,8 +338,8 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 RANK,
-                "gather<NUM_THREADS>(rows_together, num_groups);\n        __syncthreads();",
-                "gather<NUM_THREADS>(rows_together, num_groups);",
+                "gather<NUM_THREADS>(rows_together, num_groups, any & TALL);\n        __syncthreads();",
+                "gather<NUM_THREADS>(rows_together, num_groups, any & TALL);",
             ),
         ),
     ),

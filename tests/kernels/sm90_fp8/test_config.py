@@ -38,6 +38,7 @@ OTHER_VALUES: dict[str, object] = {
     "scale_window_k_blocks": 16,
     "max_groups": 77,
     "out_dtype": torch.float16,
+    "few_rows": True,
 }
 
 
@@ -96,13 +97,17 @@ def test_a_config_is_frozen_and_hashable() -> None:
 def test_every_field_reaches_the_device_code(field: str) -> None:
     base = Sm90Fp8Config(scales="k", scale_window_k_blocks=8) if field == "scale_window_k_blocks" else Sm90Fp8Config()
     change = {field: OTHER_VALUES[field]}
+    if field == "few_rows":  # another kernel
+        base = Sm90Fp8Config(block_m=64)
+        assert dataclasses.replace(base, few_rows=True).source != base.source
+        return
     if field == "scales":
         base = dataclasses.replace(base, scale_window_k_blocks=8)
     assert dataclasses.replace(base, **change).prelude() != base.prelude()
 
 
 def test_the_constants_have_the_fields_values() -> None:
-    config = Sm90Fp8Config(**OTHER_VALUES)
+    config = Sm90Fp8Config(**OTHER_VALUES | {"few_rows": False})
     prelude = config.prelude()
     for field in ("block_m", "block_n", "num_stages", "cluster_n", "raster_m", "max_groups"):
         assert f"constexpr int {field.upper()} = {getattr(config, field)};" in prelude

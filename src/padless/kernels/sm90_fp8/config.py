@@ -16,6 +16,7 @@ from padless.kernels.config import (
     room_for_groups,
 )
 from padless.kernels.cost_model import best_tile, cost_table
+from padless.kernels.launch import most_tiles
 from padless.kernels.maps import has_few_rows
 
 STORES = ("ragged", "pool")
@@ -115,8 +116,12 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     costs that this process uses (``cost_model.cost_table``).
 
     Takes the tile with the least estimated time. Where groups have few rows it is the bytes that take time, which nobody
-    estimates: then tiles have at most 128 columns, with which all sizes measured were as fast or up to 3% faster.
+    estimates: then tiles have at most 128 columns, with which all sizes measured were as fast or up to 3% faster; and
+    where K is short as well, what a tile costs beyond its bytes: ``few_rows_tile``.
     """
+    few = few_rows_tile(problem, _PLAIN_TOKENS) if problem.k <= _SHORT_K else None
+    if few is not None:
+        return few
     costs = cost_table(_KERNEL).costs
     if problem.out_dtype == torch.float32:
         # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
@@ -133,6 +138,24 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
         max_groups=room_for_groups(problem.num_groups),
         out_dtype=problem.out_dtype,
     )
+
+
+# Tokens of a tile with few_rows, and the most rows that a group has on average with it: where groups have more, tiles of
+# tokens on rows are as fast or faster (docs/kernels/sm90_fp8_few).
+QUANTIZED_TOKENS = ((16, 1.5), (32, 5.0), (64, 12.0))  # of a SwiGLU, whose tiles of tokens on rows come in clusters
+_PLAIN_TOKENS = ((16, 1.5), (32, 2.5))
+_SHORT_K = 1024
+_WIDE_TILES = 12  # of 256 columns a multiprocessor; with fewer the last ones cost more than wide ones save
+
+
+def few_rows_tile(problem: Problem, tokens: tuple[tuple[int, float], ...]) -> Sm90Fp8Config | None:
+    """The tile with few_rows of the least ``tokens`` that suffice for the groups' rows on average; None: none does."""
+    m, n, num_groups = problem.m, problem.n, problem.num_groups
+    block_m = next((size for size, most in tokens if m <= most * num_groups), None)
+    if block_m is None:
+        return None
+    is_wide = most_tiles(m, n, num_groups, block_m, 256) >= _WIDE_TILES * problem.num_sms
+    return fit_config(Sm90Fp8Config(block_m, 256 if is_wide else 128, few_rows=True), problem)
 
 
 def fit_config(config: Sm90Fp8Config, problem: Problem) -> Sm90Fp8Config:

@@ -5,6 +5,8 @@ What an epilogue does is in padless.epilogue; the kernel's side of it in kernels
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
@@ -12,7 +14,7 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels import epilogue_gate, epilogue_launch, maps
 from padless.kernels.cost_model import Tile, best_tile, cost_table
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
-from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config
+from padless.kernels.sm90_fp8.config import QUANTIZED_TOKENS, Problem, Sm90Fp8Config, few_rows_tile, fit_config
 from padless.kernels.sm90_fp8.host import few_rows_maps, packed, readable
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver
@@ -33,7 +35,8 @@ def prepare(
     """Packs the launch of a @ b of its group with all that ``epilogue`` does, as ``QuantHost`` has it.
 
     config: the tile, None to choose one. It needs block_n = 128, store "ragged" and scales "mn"; block_m of 128 or
-        256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU.
+        256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU. With few_rows: no column outputs, and
+        block_n = 256 for FP8_BLOCK rows of a SwiGLU.
     """
     (m, k), (num_groups, n, _) = a.data.shape, b.data.shape
     epilogue_launch.check_outputs(n, tensors, epilogue, epilogue_gate.FP8_BLOCK_MULTIPLES_OF_N)
@@ -83,7 +86,14 @@ def _stages_fit(problem: Problem, epilogue: Epilogue) -> bool:
 
 
 def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
-    """The tile of least estimated time among those that can do ``epilogue``."""
+    """The tile of least estimated time among those that can do ``epilogue``, or one with few_rows where groups have few.
+
+    A SwiGLU's rows of FP8_BLOCK take two CTAs with tokens on rows, and one with tokens on columns.
+    """
+    if shares_row_blocks(epilogue) and epilogue.column_format is None:
+        few = few_rows_tile(problem, QUANTIZED_TOKENS)
+        if few is not None:
+            return replace(few, block_n=256)
     cluster = 2 if shares_row_blocks(epilogue) else 1
     measured = cost_table("sm90_fp8_grouped_gemm").costs
     costs = {tile: cost for tile, cost in measured.items() if tile.block_n == epilogue_launch.TILE_COLUMNS}
