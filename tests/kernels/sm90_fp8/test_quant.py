@@ -224,7 +224,7 @@ def test_any_interleaving(seed: int) -> None:
 # --- planted bugs ----------------------------------------------------------------------------------------
 
 STORE, FRAGMENT, RULES = ("device/sm90/quant_store.cuh", "device/sm90/wgmma_fragment.cuh", "device/quant_rules.cuh")
-KERNEL = sm90_fp8_quant.KERNEL
+KERNEL = Sm90Fp8Config().source
 GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
@@ -347,7 +347,7 @@ COMPILED_ALWAYS = (1, 3)
 def test_the_compiled_kernel_spills_nothing(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     tile = dataclasses.replace(tile, out_dtype=epilogue.d_dtype or torch.bfloat16)
     prelude = QuantConfig(tile, epilogue).prelude()
-    kernel = jit.compile_kernel(sm90_fp8_quant.KERNEL, prelude, "sm_90a")
+    kernel = jit.compile_kernel(KERNEL, prelude, "sm_90a")
     assert complaints(kernel) == []
 
 

@@ -13,7 +13,8 @@ import torch
 
 from padless.bench.cases.problems.decoding import MODELS
 from padless.bench.cases.problems.wgrad import make_columns
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK
+from padless.epilogue import EpilogueTensors
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.sm90_bf16.config import select_config as select_bf16
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
@@ -22,10 +23,13 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig, Bf16WgradPro
 from padless.kernels.sm90_bf16_wgrad.config import select_config as select_bf16_wgrad
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config
 from padless.kernels.sm90_fp8.config import select_config as select_fp8
+from padless.kernels.sm90_fp8.host_quant import select_tile as select_fp8_swiglu
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig, WgradProblem
 from padless.kernels.sm90_fp8_wgrad.config import select_config as select_fp8_wgrad
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm90_mxfp8.config import select_config as select_mxfp8
+from padless.moe.fused import epilogue_of
+from padless.ops.epilogue_run import compute, with_outputs
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.quantize import quantize
@@ -33,13 +37,20 @@ from padless.runtime.choices import BackendName
 from padless.testing.operands import quantized
 
 BF16 = "BF16"
+SWIGLU = epilogue_of("concatenated", False, FP8_BLOCK)
 TOKENS = tuple(2**i for i in range(15))
 WGRAD_TOKENS = TOKENS[9:]
 ROUTINGS = {"even": None, "drawn": 0.5, "skewed": 1.5}  # spread of the experts' popularity, as of cases.problems.layer
 
 # What a configuration is chosen by: every field that the kernel's choice sets, or should, and its values.
 AXES: dict[type[Any], dict[str, tuple[int, ...]]] = {
-    Sm90Fp8Config: {"block_m": (64, 128, 256), "block_n": (64, 128, 192), "cluster_n": (1, 2), "raster_m": (8, 16)},
+    Sm90Fp8Config: {
+        "few_rows": (False, True),
+        "block_m": (8, 16, 32, 64, 128, 256),
+        "block_n": (64, 128, 192, 256),
+        "cluster_n": (1, 2),
+        "raster_m": (8, 16),
+    },
     Sm90Bf16Config: {
         "block_m": (8, 16, 32, 64, 128),
         "block_n": (128, 256),
@@ -56,7 +67,7 @@ AXES: dict[type[Any], dict[str, tuple[int, ...]]] = {
 class Kind(NamedTuple):
     """A kernel with formats. wgrad: "" for products, else "1d2d", "1d1d" or "rows". adds: to float32 outputs.
 
-    draws: problems of each model.
+    draws: problems of each model. swiglu: with SwiGLU and quantization to FP8_BLOCK in the launch, as a first product.
     """
 
     a: str
@@ -64,10 +75,12 @@ class Kind(NamedTuple):
     draws: int
     wgrad: str = ""
     adds: bool = False
+    swiglu: bool = False
 
 
 KINDS: dict[str, Kind] = {
-    "fp8": Kind("FP8_BLOCK", "FP8_BLOCK", 12),
+    "fp8": Kind("FP8_BLOCK", "FP8_BLOCK", 8),
+    "fp8 swiglu": Kind("FP8_BLOCK", "FP8_BLOCK", 4, swiglu=True),
     "mxfp8": Kind("MXFP8", "MXFP8", 3),
     "bf16": Kind(BF16, BF16, 4),
     "bf16 x mxfp4": Kind(BF16, "MXFP4", 4),
@@ -110,7 +123,8 @@ def grid(seed: int) -> list[PicksPoint]:
             for draw in range(kind.draws):
                 pick = random.Random(f"{seed}:{model}:{name}:{draw}")
                 tokens = pick.choice(WGRAD_TOKENS if kind.wgrad else TOKENS)
-                n, k = pick.choice([(2 * intermediate, hidden), (hidden, intermediate)])
+                first, second = (2 * intermediate, hidden), (hidden, intermediate)
+                n, k = first if kind.swiglu else pick.choice([first, second])
                 routing = pick.choice(list(ROUTINGS))
                 found.append(PicksPoint(name, model, tokens, routing, tokens * top_k, n, k, experts, top_k, draw))
     return found
@@ -142,7 +156,8 @@ def picked(point: PicksPoint, tokens: int, num_sms: int) -> Any:
     if (kind.a, kind.b) == (BF16, BF16):
         return select_plain(p.rows, p.n, p.k, p.groups, num_sms=num_sms)
     if (kind.a, kind.b) == ("FP8_BLOCK", "FP8_BLOCK"):
-        return select_fp8(Problem(p.rows, p.n, p.k, p.groups, num_sms=num_sms))
+        problem = Problem(p.rows, p.n, p.k, p.groups, num_sms=num_sms)
+        return select_fp8_swiglu(problem, SWIGLU) if kind.swiglu else select_fp8(problem)
     if kind.a == "MXFP8":
         return select_mxfp8(p.rows, p.n, p.groups, num_sms)
     return select_bf16(kind.a, kind.b, p.rows, p.n, p.groups, num_sms=num_sms)
@@ -208,13 +223,32 @@ def make_problem(
     major = "mn" if kind.a == FP8_BLOCK.name else None
     a = quantized(normal(sum(rows_of), p.k), kind.a, "activation", scale_major=major)
     offs = group_offsets(torch.tensor(rows_of, device=device))
+    if kind.swiglu:
+        outputs = with_outputs(SWIGLU, EpilogueTensors(), sum(rows_of), p.n, p.groups, torch.device(device))
+        assert isinstance(b, BlockScaledTensor)
+        assert outputs.row_codes is not None
+        return PicksProblem(p, rows_of, outputs.row_codes, partial(swiglu, a, b, offs, outputs, backend), 0)
     out = torch.empty((sum(rows_of), p.n), dtype=torch.bfloat16, device=device)
     return PicksProblem(p, rows_of, out, partial(grouped_gemm, a, b, offs, out=out, backend=backend), 0)
 
 
+def swiglu(
+    a: BlockScaledTensor,
+    b: BlockScaledTensor,
+    offs: torch.Tensor,
+    outputs: EpilogueTensors,
+    backend: BackendName | None,
+    config: Sm90Fp8Config | None = None,
+) -> torch.Tensor:
+    """The codes of SWIGLU of a product."""
+    compute(a, b, offs, SWIGLU, outputs, backend, config)
+    assert outputs.row_codes is not None
+    return outputs.row_codes
+
+
 def rehearse(kind: str, groups: int, num_sms: int) -> None:
     """Calls every configuration on a small problem on the CPU, for `padless.testing.compile_ahead`."""
-    point = PicksPoint(kind, "any", groups, "even", groups, 128, 128, groups, 1, 0)
+    point = PicksPoint(kind, "any", groups, "even", groups, 256, 128, groups, 1, 0)
     problem = make_problem(point, 0, "cpu", "emulator")
     for config in legal(picked(point, problem.tokens, num_sms)).values():
         try:
