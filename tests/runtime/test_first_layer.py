@@ -1,4 +1,4 @@
-"""tools/first_layer.py: what would convince is a run whose faults it names; on a CPU the reference takes the kernels' place."""
+"""tools/first_layer.py names the faults of a run; on a CPU the reference takes the place of the kernels."""
 
 from __future__ import annotations
 
