@@ -49,7 +49,7 @@ class Sizes:
 
 LONG = Sizes((100, 0, 129, 30), 272, 1056, 2)
 SHORT = Sizes((5, 0, 200, 64, 129), 256, 96, 4)
-# A group of nine tiles by three, in two bands of the order of tiles. Of the second, which is one tile high, two are first tiles
+# A group of nine tiles by three, in two bands of the order of tiles. Of the second, one tile high, two are first tiles
 # of workers; the scheduler draws the third.
 TALL = Sizes((5, 0, 1033, 64), 272, 96, 26)
 _sizes = LONG
