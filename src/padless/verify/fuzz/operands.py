@@ -81,7 +81,7 @@ Drawing = Literal["codes", "anywhere", "wide", "wide normal", "normal", "loud", 
 
 
 def generator_of(place: Place, o: Options) -> torch.Generator:
-    """Where the problem's codes are drawn: on the CPU those that are the same everywhere."""
+    """Source of the problem's codes: on the CPU for those that are the same everywhere."""
     return place.generator(o["seed"]) if _drawing(o) == "codes" else torch.Generator().manual_seed(o["seed"])
 
 

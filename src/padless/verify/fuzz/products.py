@@ -285,7 +285,7 @@ class Product:
 
     @property
     def _kernel(self) -> KernelChoice | None:
-        """What the other calls take: the kernel, not its tile."""
+        """The kernel, not its tile, for the other calls."""
         return config_of(self.place, self.o, tile=0)
 
     def _in_a_list(self, parts: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
@@ -303,7 +303,7 @@ class Product:
         return grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=self.offs, **outputs, **how)
 
     def _quantizing_values(self) -> torch.Tensor:
-        """Where that call has nothing to do but to round."""
+        """D of the quantizing call, which has nothing to do but to round."""
         made: torch.Tensor = self._quantizing(d_dtype=self.dtype)["d_tensor"]
         return made[: self.valid]
 
@@ -388,7 +388,7 @@ def list_rest(draw: Draw, constants: Options) -> Options:
 
 
 def judge_list(o: Options, place: Place) -> None:
-    """Every product is near float64 in a fence of its own; every bit of those that are drawn as "exact"."""
+    """Every product is near float64 in its own fence; every bit of those that are drawn as "exact"."""
     drawing, generator = o.get("drawn", "codes"), operands.generator_of(place, o)
     layouts = {"layout": "blocked" if o["blocked"] else "plain", "globals_": 0 if drawing == "exact" else 1}
     dtype, column_major = DTYPES[o["out"]], o.get("column_major", False)
