@@ -14,8 +14,8 @@ LEAST_LEARNED = 0.05  # nats a byte that adapters must take off the frozen model
 class Verdict:
     """Last losses of adapters over codes against those over dequantized weights, by seed.
 
-    over_codes, dequantized: mean losses of the last fifth of the steps, nats a byte. frozen: the losses without adapters,
-    on the same batches.
+    over_codes, dequantized: mean losses of the last fifth of the steps, nats a byte. frozen: losses without adapters, on
+    the same batches.
     """
 
     name: str
