@@ -49,19 +49,20 @@ class Sizes:
 
 LONG = Sizes((100, 0, 129, 30), 272, 1056, 2)
 SHORT = Sizes((5, 0, 200, 64, 129), 256, 96, 4)
-TALL = Sizes(
-    (5, 0, 1033, 64), 272, 96, 4
-)  # a group of nine tiles by two: a band of the order of tiles, and one of a tile
+# A group of nine tiles by three, in two bands of the order of tiles. Of the second, one tile high, two are first tiles
+# of workers; the scheduler draws the third.
+TALL = Sizes((5, 0, 1033, 64), 272, 96, 26)
 _sizes = LONG
 
 
 @contextmanager
-def of_sizes(sizes: Sizes) -> Iterator[None]:
-    """In this block calls of cases are made with these sizes."""
+def of_sizes(device: EmulatedDriver, sizes: Sizes) -> Iterator[None]:
+    """In this block calls of cases are made with these sizes, on a device of so many multiprocessors."""
     global _sizes
     before, _sizes = _sizes, sizes
     try:
-        yield
+        with device.configured(num_sms=sizes.num_sms):
+            yield
     finally:
         _sizes = before
 
@@ -90,7 +91,7 @@ def product(a: Any, b: Any, config: KernelConfig, short: Sizes = SHORT) -> Call:
     """`grouped_gemm` on quantized operands; a, b: formats, or None for plain bfloat16; short: sizes in SHORT's place."""
 
     def call(device: EmulatedDriver) -> object:
-        with of_sizes(short if _sizes is SHORT else _sizes):
+        with of_sizes(device, short if _sizes is SHORT else _sizes):
             n, k = _sizes.n, _sizes.k if a is not None or _sizes is LONG else 64
             left = normal(rows(), k).bfloat16() if a is None else activation(a, k, **of_groups(a))
             right = normal(len(_sizes.groups), n, k).bfloat16() if b is None else weight(b, n, k)
@@ -136,7 +137,7 @@ def fp8_gradient(config: WgradConfig) -> Call:
     """The product of a weight gradient, stored, or added to numbers; of a group of six blocks for the inmost loop."""
 
     def call(device: EmulatedDriver) -> object:
-        with of_sizes(replace(LONG, groups=(100, 0, 680, 30)) if _sizes is LONG else _sizes):
+        with of_sizes(device, replace(LONG, groups=(100, 0, 680, 30)) if _sizes is LONG else _sizes):
             n, k = _sizes.n, _sizes.n - 128 // config.cluster_n  # of a cluster both CTAs have columns
             (_, dy), (_, x) = (
                 padless.quantize_rows_columns(normal(rows(), features), offsets(), column_block=block, rows=False)

@@ -83,7 +83,7 @@ def captured(name: str, short: bool = False) -> Launch:
 
     arch, call = CASES[name]
     device, sizes = Capturing(arch), SHORT if short else LONG
-    with standing_in(device, arch), of_sizes(sizes), device.configured(num_sms=sizes.num_sms):
+    with standing_in(device, arch), of_sizes(device, sizes):
         try:
             call(device)
         except Captured as caught:

@@ -79,6 +79,7 @@ def test_options_reach_the_run(name: str, options: dict[str, Any], grid: str, ru
         ("quantize", 4, 1),
         ("tiles", 288, 7),
         ("blackwell", 8, None),
+        ("adapters", 9, None),
     ],
 )
 def test_the_grids(name: str, full: int, quick: int | None) -> None:

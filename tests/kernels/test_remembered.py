@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from padless import MXFP8, NVFP4, BlockScaledTensor
-from padless.kernels import remembered
+from padless.kernels import remembered, replay
 from padless.kernels.remembered import Prepared, facts_of, known, launch_remembered, remember
 from padless.runtime import driver
 
@@ -130,3 +130,22 @@ def test_old_launches_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known((2,)) is launch
     remembered.forget()
     assert known((2,)) is None
+
+
+@pytest.mark.parametrize("error", [LookupError("all scratch is taken"), RuntimeError("out of memory")], ids=repr)
+def test_a_call_that_cannot_be_recorded_is_made_as_it_was(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call with its facts is the one that is recorded; scratch may have come to an end by then."""
+
+    def without_room(*arguments: object) -> None:
+        tried.append(arguments)
+        raise error
+
+    tried: list[object] = []
+    monkeypatch.setattr(replay, "_REPLAYS", {})
+    monkeypatch.setattr(replay, "_replay_of", without_room)
+    monkeypatch.setattr(replay, "is_capturing", lambda device: False)
+    x = torch.randn(3)
+    for turn in range(4):
+        assert torch.equal(replay.run(("a call", 1), lambda x: x + 1, (x,)), x + 1), turn
+    assert len(tried) == 1
+    assert replay.known(("a call", 1)) is None

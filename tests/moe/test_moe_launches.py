@@ -78,14 +78,17 @@ GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 
 
 
 @pytest.mark.parametrize(
-    ("pair", "options", "kernel"),
-    [((FP8_BLOCK, None), {}, "sm90_fp8"), ((MXFP4, torch.bfloat16), GPT_OSS, "sm90_bf16")],
+    ("pair", "options", "kernels"),
+    [
+        ((FP8_BLOCK, None), {}, ("sm90_fp8_few", "sm90_fp8")),  # 10 rows in 3 groups: few behind a SwiGLU alone
+        ((MXFP4, torch.bfloat16), GPT_OSS, ("sm90_bf16", "sm90_bf16")),
+    ],
     ids=["FP8", "gpt-oss"],
 )
 def test_decoding_is_four_launches(
     pair: Any,
     options: dict[str, Any],
-    kernel: str,
+    kernels: tuple[str, str],
     triton_kernels: dict[str, EmulatedKernel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,8 +103,8 @@ def test_decoding_is_four_launches(
     monkeypatch.setattr(Emulator, "launch", noted)
     layer = draw_layer(pair, tokens=5, top_k=2, experts=3, h=128, i=64, seed=9, **options)
     got = layer.run(moe, backend="emulator")
-    product = f"padless_{kernel}_grouped_gemm"
-    assert launched == [("_quantize_rows", True), (product, True), (product, True), ("_combine", False)]
+    products = [(f"padless_{kernel}_grouped_gemm", True) for kernel in kernels]
+    assert launched == [("_quantize_rows", True), *products, ("_combine", False)]
     with mock.patch.object(ops, "runs_triton", return_value=False):
         assert torch.equal(got, layer.run(moe, backend="emulator"))
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, ceil_div
-from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import QUANT, ROUTES
 from padless.ops.grouped_gemm import grouped_gemm
@@ -287,15 +286,6 @@ def test_both_checks_with_the_emulator_in_the_gpus_place(monkeypatch: pytest.Mon
 # --- small launches for compute-sanitizer ----------------------------------------------------------------
 
 
-def test_the_small_launches_are_of_every_hopper_kernel() -> None:
-    routes = [*verify_small.small_routes("sm_90a"), *quant_routes("sm_90a")]
-    kernels = {p.kernel for p in ROUTES if p.arch == "sm_90a"}
-    assert {p.kernel for p in routes} == kernels
-    plain = [p for p in routes if p.operation == "grouped_gemm"]
-    pairs = {(p.a, p.b) for p in plain if p.config_class is Sm90Bf16Config}
-    assert pairs == {("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), ("BF16", "MXFP4"), ("FP8_BLOCK", "NVFP4")}
-
-
 @pytest.mark.parametrize("index", range(len(verify_small.QUANT_CALLS)))
 def test_a_small_quantizing_call_is_allowed_and_writes_every_output(index: int) -> None:
     problem = verify_small.small_problem(HOPPER, *verify_small.QUANT_CALLS[index])
@@ -307,14 +297,7 @@ def test_a_small_quantizing_call_is_allowed_and_writes_every_output(index: int) 
 def test_the_small_launches_of_a_machine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them, by the reference, with their fences looked at."""
     launched: list[str] = []
-    for name in ("grouped_gemm", "run_problem"):
-        right = getattr(verify_small, name)
-        call = lambda *a, right=right, name=name, **options: (launched.append(name), right(*a, **options))[1]  # noqa: E731
-        monkeypatch.setattr(verify_small, name, call)
+    right = verify_small.run_problem
+    monkeypatch.setattr(verify_small, "run_problem", lambda *a: (launched.append("one"), right(*a))[1])
     verify_small.SMALL.on("reference", "sm_90a")
-    plain = [route.config_class for route in verify_small.small_routes("sm_90a")]
-    twice = plain.count(Sm90Bf16Config)
-    assert twice == 4
-    assert launched.count("grouped_gemm") == len(plain) + twice
-    assert launched.count("run_problem") == len(verify_small.QUANT_CALLS) * len(quant_routes("sm_90a"))
-    assert len(plain) == 5
+    assert len(launched) == len(verify_small.QUANT_CALLS) * len(quant_routes("sm_90a"))

@@ -145,7 +145,7 @@ def found_by(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(case, "REPEATS", 7)
     monkeypatch.setattr(decode.moe, "moe", planted)
     place = place_of("reference")
-    for o in decode.lines():
+    for o in decode.lines("sm_90a"):
         memory.clear()
         block = 128 if o["w"] == "FP8_BLOCK" else 32
         decode.judge_decode(o | {"h": block, "i": block, "experts": min(o["experts"], 4)}, place)
@@ -168,7 +168,7 @@ def test_a_planted_bug_is_found_by_all_that_should(name: str, monkeypatch: pytes
 
 def test_problems_have_what_is_hard_and_are_one_launch() -> None:
     stages = {"FP8_BLOCK": set[int](), "MXFP4": set[int]()}
-    for o in (every := list(decode.lines())):
+    for o in (every := list(decode.lines("sm_90a"))):
         sizes = (o["tokens"], o["top_k"], o["experts"], o["h"], o["i"])
         shape: LayerShape | Fp4LayerShape = (
             LayerShape(*sizes) if o["w"] == "FP8_BLOCK" else Fp4LayerShape(*sizes, shares=132)
@@ -188,7 +188,7 @@ def test_problems_have_what_is_hard_and_are_one_launch() -> None:
 def test_they_pass_in_the_emulator(fmt: str) -> None:
     """The kernel itself on a block of each dimension, several tokens."""
     place, block = place_of("emulator"), 128 if fmt == "FP8_BLOCK" else 32
-    o = next(o for o in decode.lines() if o["w"] == fmt and o["shared"])
+    o = next(o for o in decode.lines("sm_90a") if o["w"] == fmt and o["shared"])
     with settings_of("emulator"):
         cut = {"tokens": 2, "top_k": 2, "experts": 3, "h": block, "i": block, "properties": ["changes", "replay"]}
         decode.judge_decode(o | cut, place)

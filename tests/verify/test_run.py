@@ -18,9 +18,11 @@ from padless.runtime.devices import Backend
 from padless.testing import compile_ahead
 from padless.testing.judge import row_errors
 from padless.verify import run as verify
-from padless.verify.formats import emulate_formats, fp8_block_problems, random_formats_problem
-from padless.verify.fp8_block import CHECKS, ROW_ERROR_LIMIT
-from padless.verify.run import SANITIZER_TOOLS, jobs_of, run_verify, sanitizers_of
+from padless.verify.emulator.products import emulate
+from padless.verify.fuzz.place import place_of
+from padless.verify.fuzz.product_lines import emulated_fp8_block
+from padless.verify.fuzz.products import ROW_ERROR_LIMIT, Product
+from padless.verify.run import CHECKS, SANITIZER_TOOLS, jobs_of, run_verify, sanitizers_of
 from support.verify_jobs import pretended_jobs
 
 
@@ -54,13 +56,13 @@ def test_the_judge_sees_a_lost_block_of_k(generator: torch.Generator) -> None:
 
 def test_the_emulated_side_of_the_comparison_is_a_function_of_the_seed_and_right() -> None:
     """The same seed gives the same problem in another process; and what is compared is the product."""
-    job = fp8_block_problems(28)[27]  # normal values: a float64 product of the same codes is a fair judge
-    problem, again = random_formats_problem(*job), random_formats_problem(*job)
-    a, b, offs, dtype = problem.a, problem.b, problem.offs, problem.dtype
+    o = next(o for o in itertools.islice(emulated_fp8_block("sm_90a"), 27, None) if o["drawn"] == "wide normal")
+    problem, again = (Product(o, place_of("reference")) for _ in range(2))
+    a, b, offs, dtype = problem.a.plain, problem.b.plain, problem.offs, problem.dtype
     assert dtype != torch.float16  # whose range the scales leave
-    assert torch.equal(a.data.view(torch.uint8), again.a.data.view(torch.uint8))
-    assert torch.equal(b.scale, again.b.scale)
-    out = emulate_formats(*job).view(dtype)
+    assert torch.equal(a.data.view(torch.uint8), again.a.plain.data.view(torch.uint8))
+    assert torch.equal(b.scale, again.b.plain.scale)
+    out = emulate("sm_90a", o).view(dtype)
     rows_of_b = b.scale.repeat_interleave(128, 1)[:, : b.shape[1]].repeat_interleave(128, 2)[..., : b.shape[2]]
     weights = b.data.double() * rows_of_b
     values = a.data.double() * a.scale.repeat_interleave(128, 1)[:, : a.shape[1]]

@@ -129,6 +129,13 @@ CASES: dict[str, Case] = {
             needs="require_gpus",
         ),
         Case(
+            "adapters",
+            "Adapters of rank 16 over frozen experts: forward, a training step, decoding, a model's layers.",
+            ("part", "models", "tokens", *RUN, "repeats"),
+            ("full",),
+            "full",
+        ),
+        Case(
             "blackwell",
             "For a B200: dense MXFP8 against torch, and the NVFP4 grouped GEMM competition by its timing rules.",
             RUN,

@@ -87,7 +87,8 @@ def run(facts: Facts | None, call: Callable[..., torch.Tensor], inputs: Inputs) 
     with _Watch() as watch, driver.observed(watch.observe):
         result = call(*inputs)
     replay = None
-    with suppress(RuntimeError):  # _NotReplayableError, and memory that there is not
+    # _NotReplayableError, memory that there is not, and what an address was to choose (`_Copy.patch`) but has run out.
+    with suppress(RuntimeError, LookupError):
         replay = _replay_of(call, inputs, watch, result)
     remembered.keep(_REPLAYS, _MOST, facts, replay)
     return result

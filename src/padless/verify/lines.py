@@ -1,34 +1,44 @@
-"""Checks that are fixed problems of the fuzzer's calls; small ones for compute-sanitizer: ``python -m .. CALL``."""
+"""Checks that are fixed problems of the fuzzer's calls; small ones for compute-sanitizer: ``python -m .. CALL ..``."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from padless.verify.checks import Check, run_small
+from padless.verify.fuzz import product_lines
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options, Problem
 from padless.verify.fuzz.subjects import SUBJECTS
 
-CALLS = tuple(name for name, subject in SUBJECTS.items() if any(True for _ in subject.lines()))
+CALLS = tuple(name for name, subject in SUBJECTS.items() if any(True for _ in subject.lines("sm_90a")))
 _PARTS = 12  # of a check's rehearsal
+Lines = Callable[[str], Iterable[Options]]
 
 
-def _judge(call: str, lines: list[Options], place: Place) -> None:
-    for options in place.some(lines):
-        place.judge.now(str(Problem(call, options)))
-        SUBJECTS[call].judge(options, place)
+def _judge(calls: Iterable[tuple[str, Lines]], place: Place) -> None:
+    every = [Problem(call, options) for call, lines in calls for options in lines(place.arch)]
+    for problem in place.some(every):
+        place.judge.now(str(problem))
+        SUBJECTS[problem.call].judge(problem.options, place)
 
 
-def check_of(call: str) -> Check:
-    """All of a call's fixed problems."""
-    return Check(partial(_judge, call, list(SUBJECTS[call].lines())), _PARTS)
+def check_of(call: str, lines: Lines | None = None) -> Check:
+    """Fixed problems of a call: all that it has on an architecture, or those of ``lines``."""
+    return Check(partial(_judge, [(call, lines or SUBJECTS[call].lines)]), _PARTS)
 
 
-def small_of(call: str) -> Check:
-    """Those of them that ask for no property: one launch, or two, of every kernel."""
-    return Check(partial(_judge, call, [o for o in SUBJECTS[call].lines() if not o["properties"]]))
+def small_of(*calls: str) -> Check:
+    """Those of these calls that ask for no property: one launch, or two, of every kernel."""
+    return Check(partial(_judge, [(call, partial(_small, call)) for call in calls]))
 
+
+def _small(call: str, arch: str) -> Iterator[Options]:
+    return (options for options in SUBJECTS[call].lines(arch) if not options["properties"])
+
+
+PRODUCTS: dict[str, Check] = {name: check_of(*found) for name, found in product_lines.CHECKS.items()}
 
 if __name__ == "__main__":
-    run_small(small_of(sys.argv[1]))
+    run_small(small_of(*sys.argv[1:]))

@@ -25,10 +25,10 @@ from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import cpus, useful_workers, worker_pool
-from padless.verify import blackwell, chains, epilogue, formats, invariance, lines
+from padless.verify import chains, epilogue, train_quantizers
 from padless.verify.checks import rehearsals_of
-from padless.verify.emulator import tensor_core
-from padless.verify.fp8_block import CHECKS
+from padless.verify.emulator import products, tensor_core
+from padless.verify.lines import PRODUCTS, check_of
 from padless.verify.moe_edges import CHECKS as MOE_CHECKS
 from padless.verify.moe_edges import TRITON_ALONE
 from padless.verify.training import graphs
@@ -36,9 +36,9 @@ from padless.verify.training import layer as training
 from padless.verify.two_devices import CHECK as TWO_DEVICES
 
 SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Command lines of small launches: the first kernel's, the other routes', weight gradients'.
+# Command lines of small launches. The first two are every GPU's.
 SANITIZED = (
-    "padless.verify.fp8_block",
+    "padless.verify.lines grouped_gemm gemm grouped_gemm_list",
     "padless.verify.small",
     "padless.verify.lines grouped_gemm_wgrad",
     "padless.verify.lines plain.grouped_gemm_wgrad",
@@ -48,30 +48,34 @@ _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
 _NOT_FOLLOWED = {("racecheck", "padless.verify.lines grouped_gemm_wgrad")}
-# Those of CHECKS that concern every GPU.
-QUANTIZER_CHECKS = ("quantizers agree", "training quantizers agree")
+QUANTIZER_CHECKS = train_quantizers.CHECKS
 
 Check = Callable[[], str]
 # Checks by name, and modules of small launches for the sanitizer.
 Jobs = Callable[[], tuple[dict[str, Check], list[str]]]
-# Beside those of fp8_block: every GPU's, and those of an architecture alone.
+_FP8_BLOCK = (
+    "accuracy", "configs agree", "padding changes nothing", "wrong offsets stay inside", "repeats agree",
+    "graph replay", "streams and threads", "dense",
+)  # fmt: skip
+# Hopper's kernel of FP8_BLOCK, and quantizers; every GPU's; those of an architecture alone.
+CHECKS: dict[str, Check] = {**{name: PRODUCTS[name] for name in _FP8_BLOCK}, **QUANTIZER_CHECKS}
 _ALL: dict[str, Check] = {
-    "formats": formats.CHECK,
+    "formats": PRODUCTS["formats"],
     "epilogues": epilogue.CHECK,
     "chains": chains.CHECK,
-    "batch invariance": invariance.CHECK,
+    "batch invariance": PRODUCTS["batch invariance"],
     **MOE_CHECKS,
     "two devices": TWO_DEVICES,
 }
 _HOPPERS: dict[str, Check] = {
-    "weight gradients": lines.check_of("grouped_gemm_wgrad"),
-    "bf16 weight gradients": lines.check_of("plain.grouped_gemm_wgrad"),
-    "bf16 products": lines.check_of("plain.grouped_gemm"),
-    "layers in one launch": lines.check_of("moe.decode"),
+    "weight gradients": check_of("grouped_gemm_wgrad"),
+    "bf16 weight gradients": check_of("plain.grouped_gemm_wgrad"),
+    "bf16 products": check_of("plain.grouped_gemm"),
+    "layers in one launch": check_of("moe.decode"),
     "training layer": training.CHECK,
     "training layer in graphs": graphs.CHECK,
 }
-_BLACKWELLS: dict[str, Check] = {"dense MXFP8": blackwell.DENSE_CHECK, "lists of problems": blackwell.LISTS_CHECK}
+_BLACKWELLS: dict[str, Check] = {name: PRODUCTS[name] for name in ("dense MXFP8", "lists of problems")}
 
 # Checks at a time, each in a process of its own: most of their time is one core's.
 _MOST_WORKERS, _CORES_OF_ONE = 8, 2
@@ -107,7 +111,7 @@ def run_verify(
         sanitizer: run compute-sanitizer's tools too, where it is installed.
         against_emulator: also compare single tensor-core instructions and random problems of every route with the
             emulator, bit for bit (a minute on many cores).
-        checks: names out of ``verify.fp8_block.CHECKS``; all of them when None.
+        checks: names out of `jobs_of`'s; all of them when None.
         workers: checks and runs of the sanitizer at a time, each in a process of its own. 1 runs them here, one after
             the other; None is one for every two cores, at most eight.
 
@@ -171,9 +175,9 @@ def jobs_of(
     if against_emulator:
         if on_hopper:
             jobs |= tensor_core.COMPARISONS
-        comparisons = formats.COMPARISONS | epilogue.COMPARISONS
+        comparisons = products.COMPARISONS | epilogue.COMPARISONS
         jobs |= {name: c for name, c in comparisons.items() if on_hopper or name != "emulator agrees"}
-    return jobs, [module for module in SANITIZED if on_hopper or module == "padless.verify.small"]
+    return jobs, [*SANITIZED[: None if on_hopper else 2]]
 
 
 def _compile_ahead(rehearsals: list[Rehearsal], gpu: Gpu, progress: Progress) -> str:

@@ -10,12 +10,14 @@ from unittest import mock
 
 import torch
 
+from padless.formats import FP8_BLOCK
 from padless.ops.grouped_gemm import group_offsets
 from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_hadamard
+from padless.quantization.quantize import quantize
 from padless.quantization.rows_columns import quantize_rows_columns, rows_columns_torch
 from padless.quantization.swiglu_backward import swiglu_backward_quantize, swiglu_backward_torch
 from padless.quantization.weight_both import quantize_weight_both, weight_both_torch
-from padless.runtime.choices import SwigluGateUp
+from padless.runtime.choices import Kind, ScaleMajor, SwigluGateUp
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
 
@@ -161,4 +163,22 @@ def train_quantizers(place: Place) -> None:
     _replayed(place)
 
 
-CHECK = Check(train_quantizers, 0)
+def check_quantizers_agree(place: Place) -> None:
+    """The GPU's quantisers give torch's bits, tails and outliers included."""
+    cases: tuple[tuple[Kind, tuple[int, ...], ScaleMajor], ...] = (
+        ("activation", (1, 16), "mn"),
+        ("activation", (777, 1040), "mn"),
+        ("activation", (777, 1040), "k"),
+        ("activation", (129, 4112), "mn"),
+        ("weight", (3, 200, 1040), "mn"),
+        ("weight", (136, 144), "mn"),
+    )
+    for (kind, shape, major), dtype in itertools.product(cases, _DTYPES):
+        x = (torch.randn(shape) * torch.exp2(torch.randint(-6, 7, shape).float())).to(dtype)
+        want = quantize(x, FP8_BLOCK, kind=kind, scale_major=major)
+        got = quantize(place.put(x), FP8_BLOCK, kind=kind, scale_major=major)
+        place.judge.same(f"scales of {kind} {shape} {dtype}", got.scale, place.put(want.scale))
+        place.judge.same(f"codes of {kind} {shape} {dtype}", got.data, place.put(want.data))
+
+
+CHECKS = {"quantizers agree": Check(check_quantizers_agree, 0), "training quantizers agree": Check(train_quantizers, 0)}

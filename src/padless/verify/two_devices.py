@@ -12,15 +12,16 @@ from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
 from padless.verify.training import graphs
 
-# Every eighth problem of a check, on the second GPU.
+_PRODUCTS = ("grouped_gemm", "gemm", "grouped_gemm_list")
+# Every eighth problem of a check, on the second GPU; all small launches of products.
 _SOME = (0, 8)
 
 
 def parts_of(arch: str) -> dict[str, Check]:
     """Checks by name: launches of every kernel, and steps of a layer, as calls and in CUDA graphs."""
-    parts = {"kernels": small.SMALL}
+    parts = {"products": lines.small_of(*_PRODUCTS), "epilogues": small.SMALL}
     if arch == "sm_90a":
-        parts |= {call: lines.check_of(call) for call in lines.CALLS}
+        parts |= {call: lines.check_of(call) for call in lines.CALLS if call not in _PRODUCTS}
         parts["layer in graphs"] = graphs.CHECK
     return parts
 
@@ -29,7 +30,7 @@ def check_two_devices(place: Place) -> None:
     """Everything of ``parts_of``, twice: the second time launches are remembered. The first GPU stays current."""
     for name, part in parts_of(place.arch).items():
         for _ in place.times(2):
-            part.calls(replace(place, part=_SOME))
+            part.calls(replace(place, part=(0, 1) if name == "products" else _SOME))
             place.judge.ask(partial(_require_first_is_current, name))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,10 +32,12 @@ from padless.runtime import driver, jit
 from padless.runtime.architecture import ARCHITECTURES
 from padless.runtime.devices import backends
 from padless.runtime.driver import LaunchShape
-from padless.verify import formats as verify_formats
+from padless.verify import lines as verify_lines
 from padless.verify import run as verify
 from padless.verify import small as verify_small
-from padless.verify.formats import configs_of, emulate_formats, routes_of
+from padless.verify.emulator.products import emulate
+from padless.verify.fuzz import product_lines
+from padless.verify.tiles import configs_of, routes_of
 from support.quant_cases import ALL
 from support.ragged import missing_gpu
 
@@ -167,7 +168,7 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
         "chains", "batch invariance", *verify.MOE_CHECKS, "two devices", "emulator agrees on formats",
         "emulator agrees on epilogues",
     ]  # fmt: skip
-    assert sanitized == ["padless.verify.small"]
+    assert sanitized == ["padless.verify.lines grouped_gemm gemm grouped_gemm_list", "padless.verify.small"]
     assert {p.arch for p in routes_of(arch)} == {"sm_100a"}
     on_hopper, both = verify.jobs_of("sm_90a", None, against_emulator=True)
     assert set(jobs) - {"dense MXFP8", "lists of problems"} < set(on_hopper)
@@ -189,9 +190,10 @@ def test_verify_tries_every_tile() -> None:
 @pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4"])
 def test_small_launches_of_verify_in_the_emulator(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compute-sanitizer would watch on a GPU: the product and every quantising call that Blackwell takes."""
-    for name in ("small_routes", "quant_routes"):
-        of = getattr(verify_small, name)
-        monkeypatch.setattr(verify_small, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)])
+    for module, name in ((product_lines, "routes_of"), (verify_small, "quant_routes")):
+        of = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)])
+    assert verify_lines.small_of("grouped_gemm").on("emulator:sm_100a")
     calls = len(verify_small.QUANT_CALLS)
     launched: list[object] = []
     run = verify_small.run_problem
@@ -239,12 +241,12 @@ def test_tests_that_need_a_blackwell_name_it() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(5, marks=pytest.mark.slow)])
-def test_verify_emulates_clusters(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_emulates_clusters(seed: int) -> None:
     """The emulated device has room for the largest cluster that verify tries."""
     route = next(p for p in routes_of("sm_100a") if (p.a, p.b) == ("MXFP8", "MXFP8"))
-    drawn = verify_formats.random_formats_problem(route, seed)
-    expected = emulate_formats(route, seed)
+    o = product_lines.random_line(route, seed)
+    expected = emulate("sm_100a", o)
     widest = max(configs_of(route)[1:], key=lambda c: (c.cluster, c.cta_group))
     assert widest.cluster == 4
-    monkeypatch.setattr(verify_formats, "random_formats_problem", lambda route, seed: replace(drawn, config=widest))
-    assert torch.equal(emulate_formats(route, seed), expected)
+    tile = configs_of(route).index(widest)
+    assert torch.equal(emulate("sm_100a", o | {"tile": tile}), expected)

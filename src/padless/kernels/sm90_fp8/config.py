@@ -144,7 +144,7 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
 # tokens on rows are as fast or faster (docs/kernels/sm90_fp8_few).
 QUANTIZED_TOKENS = ((16, 1.5), (32, 5.0), (64, 12.0))  # of a SwiGLU, whose tiles of tokens on rows come in clusters
 _PLAIN_TOKENS = ((16, 1.5), (32, 2.5))
-_SHORT_K = 1024
+_SHORT_K = 2048
 _WIDE_TILES = 12  # of 256 columns a multiprocessor; with fewer the last ones cost more than wide ones save
 
 

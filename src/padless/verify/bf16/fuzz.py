@@ -18,12 +18,12 @@ from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import Rows, padded, permuted, poisoned
-from padless.verify.fuzz.case import Change, judge_case, whole
+from padless.verify.fuzz.case import Change, ends_of, judge_case, turned, whole
 from padless.verify.fuzz.judge import FLOAT32_PRECISION, exact_grouped
 from padless.verify.fuzz.operands import among_nan, spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.training import Gradient, ends_of, gradient_properties, turned
+from padless.verify.fuzz.training import Gradient, gradient_properties
 
 # The tensor core keeps 25 fractional bits of the largest of 16 products, the reference float64.
 _PRECISION = FLOAT32_PRECISION._replace(floor=2.0**-126)
@@ -162,21 +162,21 @@ class Product:
 
     def changes(self) -> Iterator[Change]:
         p, valid = self.operands, self.operands.valid
-        yield "contiguous operands", replace(p, a=self.a, b=self.b), whole, whole
-        yield "weights in the other order", replace(p, b=_other_order(p.b)), whole, whole
+        yield "contiguous operands", partial(self.run, replace(p, a=self.a, b=self.b)), whole, whole
+        yield "weights in the other order", partial(self.run, replace(p, b=_other_order(p.b))), whole, whole
         order = Plain(self.a[:valid].flip(0), self.b.flip(0), self._offs(_ends(self.sizes[::-1])), valid)
-        yield "groups in reverse", order, turned, whole
+        yield "groups in reverse", partial(self.run, order), turned, whole
         for group in ends_of(self.sizes):
             start, end = self._spans[group]
             rows = itemgetter(slice(start, end))
             a = torch.full_like(self.a, math.nan)
             a[start:end] = self.a[start:end]
-            yield "NaN in all other groups", replace(p, a=a), rows, rows
+            yield "NaN in all other groups", partial(self.run, replace(p, a=a)), rows, rows
             for first in sorted({start, max(start, end - 9), end - 1}):
                 own, some = a[first:end].clone(), itemgetter(slice(first, end))
                 alone = Plain(own, p.b[group][None], self._offs([end - first]), end - first)
-                yield "rows alone", alone, whole, some
-                yield "as a dense product", replace(alone, b=p.b[group], offs=None), whole, some
+                yield "rows alone", partial(self.run, alone), whole, some
+                yield "as a dense product", partial(self.run, replace(alone, b=p.b[group], offs=None)), whole, some
 
 
 def _other_order(b: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ def _other_order(b: torch.Tensor) -> torch.Tensor:
     return b.contiguous() if b.stride(2) != 1 else b.mT.contiguous().mT
 
 
-def product_lines() -> Iterator[Options]:
+def product_lines(arch: str) -> Iterator[Options]:
     """Fixed problems: every kernel on every shape, normal values and values over forty powers of two."""
     for out, tile in itertools.product(DTYPES, range(1, 1 + len(_TILES))):
         one: Options = {"out": out, "tile": tile, "n_major": False, "gaps": [0, 0, 0], "seed": tile, "past": 0}
@@ -200,11 +200,7 @@ def product_lines() -> Iterator[Options]:
         yield one | {"sizes": [100, 0, 57, 99], "n": 272, "k": 400, "properties": ["replay"]}
 
 
-def judge_product(o: Options, place: Place) -> None:
-    if o["hostile"]:
-        Product(o, place).hostile()
-    else:
-        judge_case(Product, o, place)
+judge_product = partial(judge_case, Product)
 
 
 # --- weight gradients --------------------------------------------------------------------------------------
@@ -229,7 +225,7 @@ _WGRADS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 _WGRAD_TILES = ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))  # block_n, block_t, piece_slabs
 
 
-def wgrad_lines() -> Iterator[Options]:
+def wgrad_lines(arch: str) -> Iterator[Options]:
     """Fixed problems: every kernel on every shape, stored and accumulated."""
     for out, tile in itertools.product(("bfloat16", "float32"), range(1, 1 + len(_WGRAD_TILES))):
         one: Options = {"out": out, "tile": tile, "accumulate": out == "float32", "gaps": [0, 0, 0], "seed": tile}
@@ -301,10 +297,11 @@ class Wgrad(Gradient):
     def changes(self) -> Iterator[Change]:
         (rows,) = self.operands
         order = range(self.shape[0])[::-1]
-        yield "padded groups", (padded(rows),), whole, whole
-        yield "groups in reverse behind one of NaN", (permuted(rows, order),), _behind_one, turned
+        yield "padded groups", partial(self.run, (padded(rows),)), whole, whole
+        yield "groups in reverse behind one of NaN", partial(self.run, (permuted(rows, order),)), _behind_one, turned
         for group in ends_of(self.o["sizes"]):
-            yield "NaN in all other groups", (poisoned(rows, group),), itemgetter(group), itemgetter(group)
+            others, its = (poisoned(rows, group),), itemgetter(group)
+            yield "NaN in all other groups", partial(self.run, others), its, its
 
 
 def _behind_one(t: torch.Tensor) -> torch.Tensor:

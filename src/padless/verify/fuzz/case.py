@@ -14,8 +14,8 @@ from padless.verify.fuzz.problem import Options
 
 REPEATS = 20
 Part = Callable[[torch.Tensor], torch.Tensor]
-# Another way to ask for the same results: what it is, operands, which part of their output is which of the case's.
-Change = tuple[str, Any, Part, Part]
+# Another way to ask for the same results: what it is, the call, which part of its output is which of the case's.
+Change = tuple[str, Callable[[], torch.Tensor], Part, Part]
 # Makes a case of the same shapes by its number.
 Other = Callable[[int], Any]
 
@@ -58,10 +58,22 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def turned(t: torch.Tensor) -> torch.Tensor:
+    return t.flip(0)
+
+
+def ends_of(sizes: list[int]) -> set[int]:
+    """The first and the last group that has tokens."""
+    filled = [group for group, size in enumerate(sizes) if size]
+    return {*filled[:1], *filled[-1:]}
+
+
 def tensors_of(t: Any) -> list[torch.Tensor]:
     """All tensors of operands."""
     if isinstance(t, torch.Tensor):
         return [t]
+    if isinstance(t, type):  # a kernel, by the class of its configurations
+        return []
     inner = [getattr(t, f.name) for f in fields(t)] if is_dataclass(t) else t if isinstance(t, (list, tuple)) else ()
     return [part for one in inner for part in tensors_of(one)]
 
@@ -86,18 +98,37 @@ def _change(case: Case, out: torch.Tensor, other: Other) -> None:
 
 
 def _compare(case: Case, out: torch.Tensor, change: Change) -> None:
-    name, operands, mine, its = change
-    case.place.judge.same(name, mine(case.run(operands)), its(out))
+    name, call, mine, its = change
+    case.place.judge.same(name, mine(call()), its(out))
+
+
+def _tiles(case: Any, out: torch.Tensor, other: Other) -> None:
+    """Every configuration of a call that has several."""
+    for change in case.tiles():
+        _compare(case, out, change)
 
 
 def _repeats(case: Case, out: torch.Tensor, other: Other) -> None:
-    for _ in case.place.times(REPEATS):
+    for _ in case.place.times(case.o.get("times", REPEATS)):
         case.place.judge.same("moved from call to call", case.run(case.operands), out)
 
 
 def _microbatches(case: Any, out: torch.Tensor, other: Other) -> None:
     """Of a call that adds; see `Gradient.microbatches`."""
     case.microbatches([other(i) for i in (1, 2, 3)])
+
+
+def _threads(case: Case, out: torch.Tensor, other: Other) -> None:
+    """Eight threads, each with its own stream and problem."""
+    cases = [case, *map(other, range(1, 8))]
+    expected = [one.run(one.operands) for one in cases]
+
+    def work(index: int) -> None:
+        for _ in case.place.times(case.o.get("times", REPEATS)):
+            got = cases[index].run(cases[index].operands)
+        case.place.judge.same(f"thread {index}", got, expected[index])
+
+    case.place.in_threads(work, len(cases))
 
 
 def _replay(case: Case, out: torch.Tensor, other: Other) -> None:
@@ -115,7 +146,9 @@ PROPERTIES: dict[str, Callable[[Any, torch.Tensor, Other], None]] = {
     "bits": _bits,
     "changes": _changes,
     "change": _change,
+    "tiles": _tiles,
     "repeats": _repeats,
+    "threads": _threads,
     "microbatches": _microbatches,
     "replay": _replay,
 }
@@ -132,7 +165,10 @@ def _other(o: Options, number: int) -> Options:
 
 def judge_case(make: Callable[[Options, Place], Case], o: Options, place: Place) -> None:
     """Makes the call and asks for those of the properties that the problem names."""
-    case = make(o, place)
+    case: Any = make(o, place)
+    if o.get("hostile"):
+        case.hostile()
+        return
     out = case.run(case.operands)
     for name in PROPERTIES:
         if name in o["properties"]:

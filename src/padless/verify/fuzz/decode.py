@@ -17,11 +17,10 @@ from padless.layouts import to_blocked
 from padless.moe.activation import Activation
 from padless.moe.decode import moe_in_one_launch
 from padless.quantization.quantize import quantize
-from padless.verify.fuzz.case import Change, judge_case, whole
+from padless.verify.fuzz.case import Change, judge_case, turned, whole
 from padless.verify.fuzz.layers import draw_ids
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.training import turned
 from padless.verify.fuzz.whole_layer import Layer
 
 _FP8 = {"w": "FP8_BLOCK", "a": "FP8_BLOCK", "kind": "swiglu", "limit": None, "bias13": False, "bias2": False}
@@ -58,7 +57,7 @@ def rest(draw: Draw, fixed: Options) -> Options:
     return found if fp8 else found | {"bias13": draw.maybe(0.5), "bias2": draw.maybe(0.5)}
 
 
-def lines() -> Iterator[Options]:
+def lines(arch: str) -> Iterator[Options]:
     """Fixed problems: both formats, one token to the most, many experts and one, rings of every depth."""
     one: Options = {"id_dtype": "int64", "weights": "float32", "shared": False, "same": False, "beside": True}
     properties = ["changes", "repeats", "replay"]
@@ -136,10 +135,11 @@ class Decode:
     def changes(self) -> Iterator[Change]:
         """One token is last: then the same memory has held other tokens, and fewer."""
         t, last = self.operands, self.o["tokens"] - 1
-        yield "the passes one by one", replace(t, passes=True), whole, whole
-        yield "tokens in reverse", t.part(turned), turned, whole
-        yield "a token alone", t.part(itemgetter(slice(last, None))), whole, itemgetter(slice(last, None))
-        yield "the same after other tokens", t, whole, whole
+        yield "the passes one by one", partial(self.run, replace(t, passes=True)), whole, whole
+        yield "tokens in reverse", partial(self.run, t.part(turned)), turned, whole
+        its = itemgetter(slice(last, None))
+        yield "a token alone", partial(self.run, t.part(its)), whole, its
+        yield "the same after other tokens", partial(self.run, t), whole, whole
 
     def _call(self, t: Tokens) -> torch.Tensor:
         a, act = self.layer, self.layer.activation

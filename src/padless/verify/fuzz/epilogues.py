@@ -23,7 +23,8 @@ from padless.verify.fuzz import exact, operands
 from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.products import Product, arch_of, config_of, k_multiple, routes_of, shape
+from padless.verify.fuzz.products import Product, arch_of, k_multiple, shape
+from padless.verify.tiles import config_of, routes_of
 
 # SwiGLU: the exponential within 2^-21, of which the sigmoid takes at most all, and four roundings of 2^-24.
 _GLU_RELATIVE, _GLU_ABSOLUTE = 2.0**-21 + 2.0**-22, 2.0**-140

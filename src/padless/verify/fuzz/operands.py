@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
-from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups
-from padless.testing.operands import BF16, picked
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.layouts import to_blocked, to_blocked_groups
+from padless.runtime.choices import Kind
+from padless.testing.operands import BF16, Activation, mn_major_in_nan, picked, quantized
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.place import Place
+from padless.verify.fuzz.problem import Options
 
-Activation = BlockScaledTensor | torch.Tensor
+Spans = Sequence[tuple[int, int]]
 _NAN = 0x7F  # e4m3 and e5m2; two e2m1 codes of 6
 _MARGIN = 2  # rows of NaN before and behind
 NAN_SCALE = {torch.float32: math.nan, torch.float8_e8m0fnu: 0xFF, torch.float8_e4m3fn: 0x7F}
@@ -40,25 +44,92 @@ def spans(ends: Sequence[int], rows: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, eq=False)
 class Operand:
-    """plain: contiguous scales (float32 ones MN-major for activations); given: the same as a call gets it; values:
-    float64, without a global scale per group."""
+    """Activations (M, K), or weights (G, N, K). plain: contiguous scales (float32 ones MN-major for activations); given:
+    the same as a call gets it. groups: [start, end) of each group's rows, of activations.
+    """
 
-    plain: Activation
-    given: Activation
-    values: torch.Tensor
+    plain: Any
+    given: Any
+    groups: Sequence[tuple[int, int]] = ()
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """float64, with global scales."""
+        t = self.plain
+        if isinstance(t, torch.Tensor):
+            return t.double()
+        kind = "activation" if t.data.dim() == 2 else "weight"
+        found = exact.decoded(t.data, t.format)
+        found = found * exact.spread(exact.scales(t.scale), t.format, kind, tuple(found.shape))
+        if t.global_scale is None:
+            return found
+        shared = t.global_scale.double()
+        if kind == "weight" or shared.numel() == 1:
+            return found * shared.view(-1, *[1] * (found.dim() - 1))
+        for group, (start, end) in enumerate(self.groups):
+            found[start:end] *= shared[group]
+        return found
 
 
-@dataclass(frozen=True, eq=False)
-class Weight:
-    """The same of weights (G, N, K); values have the global scales."""
+# --- drawing ---------------------------------------------------------------------------------------------
 
-    plain: BlockScaledTensor
-    given: BlockScaledTensor
-    values: torch.Tensor
+# How codes and scales are drawn: any codes, scales over 16 powers of two ("codes"; "anywhere" are the same on every
+# device); FP8_BLOCK's with scales over 20 ("wide", "wide normal"); of normal values, whose rows differ by up to 2^8
+# ("normal"), and rows that take a tile of MXFP4 out of float16's range in the middle of K ("loud"); of small integers,
+# whose products nothing rounds ("exact").
+Drawing = Literal["codes", "anywhere", "wide", "wide normal", "normal", "loud", "exact"]
 
 
-def _bytes(place: Place, shape: tuple[int, ...], format: BlockScaledFormat, generator: torch.Generator) -> torch.Tensor:
-    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=place.device, generator=generator)
+def generator_of(place: Place, o: Options) -> torch.Generator:
+    """Source of the problem's codes: on the CPU for those that are the same everywhere."""
+    return place.generator(o["seed"]) if _drawing(o) == "codes" else torch.Generator().manual_seed(o["seed"])
+
+
+def _drawing(o: Options) -> Drawing:
+    found: Drawing = o.get("drawn", "codes")
+    return found
+
+
+def _drawn(
+    format: BlockScaledFormat, shape: tuple[int, ...], drawing: Drawing, groups: Spans, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes (.., K / codes a byte) uint8, and scales in bytes or float32."""
+    kind: Kind = "activation" if len(shape) == 2 else "weight"
+    if drawing in ("normal", "loud"):
+        values = _normal(shape, drawing == "loud" and format != NVFP4, groups, generator)
+        t = quantized(values, format.name, kind, **({"scale_major": "k"} if format == FP8_BLOCK and groups else {}))
+        return t.data.view(torch.uint8), t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
+    blocks = format.scale_shape(shape, kind)
+    if drawing == "exact":
+        codes = _bytes((*shape[:-1], shape[-1] // format.codes_per_byte), format, generator)
+        if format.codes_per_byte == 1:
+            small = torch.randint(-4, 5, shape, generator=generator).float()
+            codes = small.to(format.data_dtype).view(torch.uint8)
+        power = torch.randint(-1, 2, blocks, generator=generator)
+        if format.scale_dtype == torch.float32:
+            return codes, torch.exp2(power.float())
+        return codes, (power + 7 << 3 if format == NVFP4 else power + 127).to(torch.uint8)
+    codes = _bytes((*shape[:-1], shape[-1] // format.codes_per_byte), format, generator)
+    scale = _scales(blocks, format, generator, wide=drawing.startswith("wide"))
+    if drawing == "wide normal":
+        codes = torch.randn(shape, generator=generator).to(format.data_dtype).view(torch.uint8)
+    return codes, scale
+
+
+def _normal(shape: tuple[int, ...], loud: bool, groups: Spans, generator: torch.Generator) -> torch.Tensor:
+    """In groups of two rows and more of loud ones the second row is 2^20 times as large and the last 2^-40 times."""
+    x = torch.randn(shape, generator=generator)
+    if len(shape) == 2:
+        x *= torch.exp2(torch.randint(-4, 5, (shape[0], 1), generator=generator).float())
+    for start, end in groups if loud else ():
+        if end - start > 1:
+            x[start + 1, shape[1] // 2 :] *= 2.0**20
+            x[end - 1, shape[1] // 2 :] *= 2.0**-40
+    return x
+
+
+def _bytes(shape: tuple[int, ...], format: BlockScaledFormat, generator: torch.Generator) -> torch.Tensor:
+    data = torch.randint(0, 256, shape, dtype=torch.uint8, device=generator.device, generator=generator)
     if format.data_dtype == torch.float8_e4m3fn:
         return torch.where((data & 0x7F) == 0x7F, data & 0xF0, data)
     if format.data_dtype == torch.float8_e5m2:
@@ -81,17 +152,19 @@ def among_nan(place: Place, values: torch.Tensor, gap: int, nan: float | int) ->
 
 
 def _scales(
-    place: Place, shape: tuple[int, ...], format: BlockScaledFormat, generator: torch.Generator
+    shape: tuple[int, ...], format: BlockScaledFormat, generator: torch.Generator, *, wide: bool = False
 ) -> torch.Tensor:
     if format.scale_dtype == torch.float32:
-        return torch.exp2(torch.rand(shape, device=place.device, generator=generator) * 8 - 12)
-    low, high = (127 - 12, 127 + 4) if format.scale_dtype == torch.float8_e8m0fnu else (1, 0x7F)
-    return torch.randint(low, high, shape, dtype=torch.uint8, device=place.device, generator=generator)
+        span, low = (20, -10) if wide else (8, -12)
+        return torch.exp2(torch.rand(shape, device=generator.device, generator=generator) * span + low)
+    first, end = (127 - 12, 127 + 4) if format.scale_dtype == torch.float8_e8m0fnu else (1, 0x7F)
+    return torch.randint(first, end, shape, dtype=torch.uint8, device=generator.device, generator=generator)
 
 
 def _contiguous_among_nan(place: Place, scale: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:
     """The scales in the middle of memory of NaN; on a multiple of 16 bytes."""
     margin = 64
+    scale = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
     flat = torch.full(
         (scale.numel() + 2 * margin,), NAN_SCALE[format.scale_dtype], dtype=scale.dtype, device=place.device
     )
@@ -99,18 +172,12 @@ def _contiguous_among_nan(place: Place, scale: torch.Tensor, format: BlockScaled
     return flat[margin : margin + scale.numel()].view(scale.shape).view(format.scale_dtype)
 
 
-def _mn_major(scale: torch.Tensor) -> torch.Tensor:
-    rows, columns = scale.shape
-    padded = empty_mn_major(rows, columns, scale.device)
-    padded.as_strided((columns, padded.stride(1)), (padded.stride(1), 1)).fill_(math.nan)
-    return padded.copy_(scale)
-
-
 def global_scales(place: Place, count: int, generator: torch.Generator) -> torch.Tensor | None:
     """count 0: None."""
     if count == 0:
         return None
-    return torch.exp2(torch.rand(count, device=place.device, generator=generator) * 4 - 10)
+    random = torch.rand(count, device=generator.device, generator=generator)
+    return torch.exp2(random * 4 - 10).to(place.device)
 
 
 def activation(
@@ -126,49 +193,48 @@ def activation(
     gap: int = 0,
     globals_: int = 0,
     nan_row: int = -1,
+    drawing: Drawing = "codes",
 ) -> Operand:
     """Activations of a format by its name. Rows past the last group are NaN, and row ``nan_row`` has one.
 
     layout: "plain", "k" (row-major float32), "blocked" or "blocked_groups". gap: bytes between the rows.
     globals_: NVFP4's global scales, 0, 1 or as many as groups.
     """
-    valid = clamped(ends, rows)[-1] if ends else 0
+    groups = spans(ends, rows)
+    valid = groups[-1][1] if groups else 0
     if name == BF16:
-        x = torch.randn((rows, k), dtype=torch.bfloat16, device=place.device, generator=generator)
+        values = torch.randn((rows, k), device=generator.device, generator=generator)
+        if drawing == "exact":
+            values = torch.randint(-4, 5, (rows, k), generator=generator).float()
+        elif drawing in ("normal", "loud"):
+            values = _normal((rows, k), drawing == "loud", groups, generator)
+        x = values.bfloat16().to(place.device)
         x[valid:] = math.nan
         if 0 <= nan_row < rows:
             x[nan_row, k // 2].fill_(math.nan)
-        given = among_nan(place, x, gap // 2, math.nan)
-        return Operand(x, given, x.double())
+        return Operand(x, among_nan(place, x, gap // 2, math.nan), groups)
     format = FORMAT_BY_NAME[name]
-    codes = _bytes(place, (rows, k // format.codes_per_byte), format, generator)
-    scale = _scales(place, format.scale_shape((rows, k), "activation"), format, generator)
+    codes, scale = (t.to(place.device) for t in _drawn(format, (rows, k), drawing, groups, generator))
     nan = NAN_SCALE[format.scale_dtype]
     scale[valid:] = nan
     if 0 <= nan_row < rows:
         scale[nan_row, scale.shape[1] // 2].fill_(nan)
     scale = scale.view(format.scale_dtype)
     shared = global_scales(place, globals_ if format.has_global_scale else 0, generator)
-    values = exact.decoded(codes, format) * exact.spread(exact.scales(scale), format, "activation", (rows, k))
-    if shared is not None and shared.numel() == 1:
-        values = values * shared.double()
-    elif shared is not None:
-        for group, (start, end) in enumerate(spans(ends, rows)):
-            values[start:end] *= shared[group].double()
-    data = among_nan(place, codes, gap, _NAN).view(format.data_dtype)
-    mn_major = _mn_major(scale) if format == FP8_BLOCK else scale
     of_groups = offs if shared is not None and shared.numel() > 1 else None
+    mn_major = mn_major_in_nan(scale) if format == FP8_BLOCK else scale
     plain = BlockScaledTensor(codes.view(format.data_dtype), mn_major, format, shared, offs=of_groups)
-    if format == FP8_BLOCK:
-        stored = _contiguous_among_nan(place, scale, format) if layout == "k" else mn_major
-        return Operand(plain, BlockScaledTensor(data, stored, format), values)
     if layout == "blocked":
-        return Operand(plain, BlockScaledTensor(data, to_blocked(scale), format, shared, layout, of_groups), values)
-    if layout == "blocked_groups":
-        tiles = to_blocked_groups(scale, offs)
-        return Operand(plain, BlockScaledTensor(data, tiles, format, shared, layout, offs), values)
-    stored = _contiguous_among_nan(place, scale.view(torch.uint8), format)
-    return Operand(plain, BlockScaledTensor(data, stored, format, shared, offs=of_groups), values)
+        stored = to_blocked(scale)
+    elif layout == "blocked_groups":
+        stored, of_groups = to_blocked_groups(scale, offs), offs
+    elif format == FP8_BLOCK and layout != "k":
+        stored = mn_major
+    else:
+        stored = _contiguous_among_nan(place, scale, format)
+    tiles = layout if layout.startswith("blocked") else "plain"
+    data = among_nan(place, codes, gap, _NAN).view(format.data_dtype)
+    return Operand(plain, BlockScaledTensor(data, stored, format, shared, tiles, of_groups), groups)
 
 
 def weight(
@@ -183,49 +249,51 @@ def weight(
     gap: int = 0,
     globals_: int = 0,
     nan_group: int = -1,
-) -> Weight:
+    drawing: Drawing = "codes",
+) -> Operand:
     """Weights (G, N, K). One block of group ``nan_group`` has the scale NaN."""
     format = FORMAT_BY_NAME[name]
-    codes = _bytes(place, (groups, n, k // format.codes_per_byte), format, generator)
-    scale = _scales(place, format.scale_shape((groups, n, k), "weight"), format, generator)
+    codes, scale = (t.to(place.device) for t in _drawn(format, (groups, n, k), drawing, (), generator))
     if 0 <= nan_group < groups:
         scale[nan_group, scale.shape[1] // 2, scale.shape[2] // 2].fill_(NAN_SCALE[format.scale_dtype])
     scale = scale.view(format.scale_dtype)
     shared = global_scales(place, globals_ if format.has_global_scale else 0, generator)
-    values = exact.decoded(codes, format) * exact.spread(exact.scales(scale), format, "weight", (groups, n, k))
-    if shared is not None:
-        values = values * shared.double().view(-1, 1, 1)
     data = among_nan(place, codes, gap, _NAN).view(format.data_dtype)
     plain = BlockScaledTensor(codes.view(format.data_dtype), scale, format, shared)
     if layout == "blocked" and format != FP8_BLOCK:
-        return Weight(plain, BlockScaledTensor(data, to_blocked(scale), format, shared, "blocked"), values)
-    raw = scale if format.scale_dtype == torch.float32 else scale.view(torch.uint8)
-    return Weight(plain, BlockScaledTensor(data, _contiguous_among_nan(place, raw, format), format, shared), values)
+        return Operand(plain, BlockScaledTensor(data, to_blocked(scale), format, shared, "blocked"))
+    return Operand(plain, BlockScaledTensor(data, _contiguous_among_nan(place, scale, format), format, shared))
 
 
 # --- parts -----------------------------------------------------------------------------------------------
 
 
-def rows_alone(a: Activation, index: torch.Tensor, group: int) -> Activation:
-    """These rows of one group, of an operand with plain scales, in memory of their own."""
+def rows_alone(a: Activation, index: torch.Tensor, groups: Sequence[int], offs: torch.Tensor) -> Activation:
+    """These rows, of an operand with plain scales, in memory of their own. groups: whose they are; offs: their ends."""
     if isinstance(a, torch.Tensor):
         return picked(a, index)
     scale = picked(a.scale.contiguous(), index)
-    if a.format == FP8_BLOCK:
-        scale = _mn_major(scale)
-    shared = a.global_scale
-    if shared is not None and shared.numel() > 1:
-        shared = shared[group : group + 1]
-    return BlockScaledTensor(picked(a.data, index), scale, a.format, shared)
+    scale = mn_major_in_nan(scale) if a.format == FP8_BLOCK else scale
+    shared = _shared_of(a, groups)
+    of_groups = offs if shared is not None and shared.numel() > 1 else None
+    return BlockScaledTensor(picked(a.data, index), scale, a.format, shared, offs=of_groups)
 
 
-def weights_alone(b: BlockScaledTensor, group: int) -> BlockScaledTensor:
-    """The weights of one group, (1, N, K)."""
-    shared = b.global_scale
-    if shared is not None and shared.numel() > 1:
-        shared = shared[group : group + 1]
-    part = slice(group, group + 1)
-    return BlockScaledTensor(b.data[part], b.scale[part], b.format, shared, b.scale_layout)
+def groups_alone(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
+    """The weights of these groups, (len(groups), N, K), in memory of their own."""
+    data, scale = (torch.stack([raw[g] for g in groups]) for raw in (b.data.view(torch.uint8), _raw(b.scale)))
+    return BlockScaledTensor(
+        data.view(b.data.dtype), scale.view(b.scale.dtype), b.format, _shared_of(b, groups), b.scale_layout
+    )
+
+
+def _raw(t: torch.Tensor) -> torch.Tensor:
+    return t if t.dtype == torch.float32 else t.view(torch.uint8)
+
+
+def _shared_of(t: BlockScaledTensor, groups: Sequence[int]) -> torch.Tensor | None:
+    shared = t.global_scale
+    return shared if shared is None or shared.numel() == 1 else torch.stack([shared[g] for g in groups])
 
 
 def dense(b: BlockScaledTensor) -> BlockScaledTensor:

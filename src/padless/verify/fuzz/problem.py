@@ -132,7 +132,7 @@ class Subject:
     kernels: architectures whose kernels make the call, with "reference" for torch on a CPU.
     emulated: whether the emulator has something to do with it.
     kind: of a problem's options; see `padless.verify.fuzz.kinds`.
-    lines: options of the fixed problems that `padless verify` runs.
+    lines: options of the fixed problems that `padless verify` runs on an architecture.
     """
 
     constants: Callable[[Draw], Options]
@@ -143,7 +143,7 @@ class Subject:
     kernels: tuple[str, ...] = EVERYWHERE
     emulated: bool = False
     kind: KindOf = lambda options: ()
-    lines: Callable[[], Iterable[Options]] = tuple
+    lines: Callable[[str], Iterable[Options]] = lambda arch: ()
 
     def draw(self, name: str, draw: Draw, model: Model | None = None) -> Problem:
         """A problem: any, or one as the model's."""

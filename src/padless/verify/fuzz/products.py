@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
+from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.compat.torch import scaled_grouped_mm
-from padless.formats import BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
-from padless.kernels.sm90_fp8.config import Sm90Fp8Config
-from padless.kernels.table import ROUTES, Route
+from padless.kernels.table import QUANT, ROUTES
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.runtime.choices import BackendName
-from padless.testing.operands import BF16
-from padless.verify.formats import configs_of
+from padless.testing.operands import BF16, in_layout
+from padless.verify.fuzz import exact, operands
 from padless.verify.fuzz import judge as judging
-from padless.verify.fuzz import operands
-from padless.verify.fuzz.operands import Operand, Weight, spans
+from padless.verify.fuzz.case import Change, ends_of, judge_case, whole
+from padless.verify.fuzz.operands import Operand, spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
+from padless.verify.tiles import config_of, configs_of, pairs_of, route_of, routes_of
 
-BESIDE = ("alone", "alone", "reversed", "gemm", "layout")
-
-
-def routes_of(arch: str, operation: str) -> list[Route]:
-    """The routes of an operation on an architecture; on none, of both, each pair once."""
-    found = [r for r in ROUTES if r.operation == operation and (not arch or r.arch == arch)]
-    return list({(r.a, r.b, r.module if arch else ""): r for r in found}.values())
-
-
-def route_named(arch: str, operation: str, a: str, b: str, module: str) -> Route:
-    """The route of a problem's options."""
-    found = [r for r in routes_of(arch, operation) if (r.a, r.b) == (a, b)]
-    return next((r for r in found if r.module == module), found[0])
+# Of normal values, |out - float64| / |float64| of a row: the tensor core keeps 13 fractional bits of the largest of 33
+# terms, truncating toward zero, four times in 128 of K: about 2^-12.6. The output dtype rounds by half a unit in the
+# last place: 2^-9 for bf16, 2^-12 for fp16. The limits leave a factor of two to three.
+ROW_ERROR_LIMIT = {torch.float32: 2.0**-11, torch.float16: 2.0**-10.5, torch.bfloat16: 2.0**-7.5}
+_CROWD = 40  # rows a group on average, at least, where groups of a few are put among many
+_MANY = 64  # groups, of which not all are put elsewhere
 
 
 def arch_of(draw: Draw) -> str:
@@ -65,7 +62,7 @@ def pair(draw: Draw, operation: str) -> Options:
     out = draw.one(tuple(DTYPES))
     tile = 0
     if arch_of(draw) and operation == "grouped_gemm":
-        tile = draw.randrange(len(_configs(route, out))) if draw.maybe(0.7) else 0
+        tile = draw.randrange(len(configs_of(route, out))) if draw.maybe(0.7) else 0
     return {
         "a": route.a,
         "b": route.b,
@@ -74,26 +71,6 @@ def pair(draw: Draw, operation: str) -> Options:
         "b_layout": "blocked" if blocked else "plain",
         "tile": tile,
     }
-
-
-def _configs(route: Route, out: str) -> list[KernelChoice | None]:
-    """The default, then tiles."""
-    # FP8_BLOCK's tallest tile with float32 output leaves too little shared memory.
-    too_tall = route.module == "sm90_fp8" and out == "float32"
-    return [c for c in configs_of(route) if not (too_tall and isinstance(c, Sm90Fp8Config) and c.block_m == 256)]
-
-
-def config_of(place: Place, options: Options, operation: str = "grouped_gemm") -> KernelChoice | None:
-    """The configuration that a problem's ``module`` and ``tile`` stand for."""
-    if not place.arch:
-        return None
-    route = route_named(place.arch, operation, options["a"], options["b"], options.get("module", ""))
-    if operation == "grouped_gemm":
-        configs = _configs(route, options["out"])
-        return configs[options.get("tile", 0) % len(configs)]
-    default = routes_of(place.arch, operation)
-    first = next(r for r in default if (r.a, r.b) == (route.a, route.b))
-    return None if first is route else route.config_class
 
 
 def k_multiple(a: str, b: str) -> int:
@@ -121,7 +98,7 @@ def shape(draw: Draw, constants: Options) -> Options:
         "gaps": [16 * draw.one((0, 0, 1, 3)) for _ in range(3)],
         "nan_row": draw.one(valid) if valid and draw.maybe(0.1) else -1,
         "nan_group": draw.randrange(groups) if draw.maybe(0.05) else -1,
-        "beside": draw.one(BESIDE),
+        "properties": ["near", *draw.one((["change"], ["change"], ["change"], ["replay"], []))],
         "offs64": draw.maybe(0.1),
         "hostile": [],
         "seed": draw.data_seed(),
@@ -137,153 +114,210 @@ def a_layout(draw: Draw, a: str) -> str:
     return draw.one(("plain", "k") if a == "FP8_BLOCK" else ("plain", "blocked", "blocked_groups"))
 
 
-# --- operands and judgement ------------------------------------------------------------------------------
+# --- operands and calls ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """a (M, K) and b (G, N, K), where groups end, and rows in them. offs None: b (N, K) of a dense product."""
+
+    a: Any
+    b: BlockScaledTensor
+    offs: torch.Tensor | None
+    valid: int
+    config: KernelChoice | None
 
 
 class Product:
-    """The operands of a problem's options and the exact product of its groups."""
+    """`grouped_gemm` of a problem's options, among NaN. hostile: with offsets that are no partition."""
 
     def __init__(self, o: Options, place: Place) -> None:
-        sizes = o["sizes"]
-        self.o, self.place, self.sizes = o, place, sizes
-        self.rows, self.groups = sum(sizes) + o["past"], len(sizes)
-        self.ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        self.valid = self.ends[-1]
-        self.offs = place.ends(o.get("hostile") or self.ends)
-        self.offs = self.offs.long() if o.get("offs64") else self.offs
-        generator = place.generator(o["seed"])
-        gaps = o["gaps"]
+        self.o, self.place, self.sizes = o, place, o["sizes"]
+        self.ends = list(itertools.accumulate(self.sizes))
+        self.valid, self.groups = self.ends[-1], len(self.sizes)
+        self.rows = self.valid + o["past"]
+        self.spans = spans(self.ends, self.rows)
+        self.offs = self._offs(o.get("hostile") or self.ends)
+        drawing, generator = o.get("drawn", "codes"), operands.generator_of(place, o)
         self.a = operands.activation(
-            place,
-            o["a"],
-            self.rows,
-            o["k"],
-            generator,
-            ends=o.get("hostile") or self.ends,
-            offs=self.offs,
-            layout=o["a_layout"],
-            gap=gaps[0],
-            globals_=o["globals"],
-            nan_row=o["nan_row"],
-        )
+            place, o["a"], self.rows, o["k"], generator, ends=o.get("hostile") or self.ends, offs=self.offs,
+            layout=o["a_layout"], gap=o["gaps"][0], globals_=o["globals"], nan_row=o["nan_row"], drawing=drawing,
+        )  # fmt: skip
         self.b = operands.weight(
-            place,
-            o["b"],
-            self.groups,
-            o["n"],
-            o["k"],
-            generator,
-            layout=o["b_layout"],
-            gap=gaps[1],
-            globals_=o["b_globals"],
-            nan_group=o["nan_group"],
-        )
+            place, o["b"], self.groups, o["n"], o["k"], generator, layout=o["b_layout"], gap=o["gaps"][1],
+            globals_=o["b_globals"], nan_group=o["nan_group"], drawing=drawing,
+        )  # fmt: skip
         self.dtype = DTYPES[o["out"]]
+        config = config_of(place, o)
+        self.operands = Grouped(self.a.given, self.b.given, self.offs, self.valid, config)
+
+    def _offs(self, ends: list[int]) -> torch.Tensor:
+        made = self.place.ends(ends)
+        return made.long() if self.o.get("offs64") else made
+
+    def run(self, p: Grouped) -> torch.Tensor:
+        judge = self.place.judge
+        guarded = self.place.output(p.a.shape[0], self.o["n"], self.dtype, self.o["gaps"][2])
+        out = self._made(guarded.out, p)
+        judge.wrong("the result is not out", out is not guarded.out)
+        judge.written("fences", guarded, p.valid)
+        return out[: p.valid]
+
+    def hostile(self) -> None:
+        """Wrong offsets: the rows of ascending ones within the operand are written, and nothing outside of them."""
+        guarded = self.place.output(self.rows, self.o["n"], self.dtype, self.o["gaps"][2])
+        self._made(guarded.out, self.operands)
+        self.place.judge.written("fences with wrong offsets", guarded, spans(self.o["hostile"], self.rows)[-1][1])
+
+    def _made(self, out: torch.Tensor, p: Grouped) -> torch.Tensor:
+        how: dict[str, Any] = {"out": out, "backend": self.place.backend, "config": p.config}
+        return gemm(p.a, p.b, **how) if p.offs is None else grouped_gemm(p.a, p.b, p.offs, **how)
+
+    def make(self, out: torch.Tensor) -> None:
+        self._made(out, self.operands)
+
+    def made(self, fresh: torch.Tensor) -> torch.Tensor:
+        """Rows past the last group are as `run` found them."""
+        return torch.cat([fresh, fresh.new_full((self.o["past"], self.o["n"]), torch.nan)])
 
     def exact(self) -> judging.Product:
         """Float64 products of the valid rows."""
-        return judging.exact_grouped(self.a.values, self.b.values, spans(self.ends, self.rows))
+        return judging.exact_grouped(self.a.values, self.b.values, self.spans)
 
-    def near(self, name: str, out: torch.Tensor, config: object) -> None:
-        """The valid rows of ``out`` against float64."""
-        fp8 = self.place.has_kernels and not _is_bf16(self.o, config, self.place)
-        self.place.judge.product(name, out[: self.valid], self.exact, judging.precision_of(fp8))
+    def near(self, out: torch.Tensor) -> None:
+        """tight: values are spread so that no sum of a row cancels."""
+        fp8 = self.place.has_kernels and not self._is_bf16()
+        precision = judging.precision_of(fp8)
+        if fp8 and self.o.get("tight"):
+            precision = precision._replace(of_norm=ROW_ERROR_LIMIT[self.dtype])
+        self.place.judge.product("float64", out, self.exact, precision)
 
-    def some_rows(self) -> tuple[int, int, int] | None:
-        """(group, first row, end row) of a few rows of one group, picked by the seed."""
-        draw = random.Random(self.o["seed"])
-        filled = [g for g, size in enumerate(self.sizes) if size > 0]
+    def _is_bf16(self) -> bool:
+        """Whether the kernel sums in float32 of exact values."""
+        config, module = self.operands.config, self.o.get("module", "")
+        chosen = isinstance(config, Sm90Bf16Config) or config is Sm90Bf16Config
+        return chosen or (self.place.arch == "sm_90a" and module.startswith("sm90_bf16"))
+
+    def reference(self) -> torch.Tensor:
+        """Of operands that are drawn as "exact"."""
+        return self.exact().values
+
+    # The same rows in other surroundings. Rows are multiplied by the weights of their own group, so all are compared.
+
+    def changes(self) -> Iterator[Change]:
+        yield "plain operands", partial(self.run, replace(self.operands, a=self.a.plain, b=self.b.plain)), whole, whole
+        for layout in self._layouts():
+            yield f"scales {layout}", partial(self._run_in_layout, layout), whole, whole
+        rows = {group: range(*span) for group, span in enumerate(self.spans)}
+        filled = [group for group in rows if rows[group]]
         if not filled:
-            return None
+            return
+        largest = max(filled, key=lambda group: self.sizes[group])
+        some = filled if len(filled) <= _MANY else [*ends_of(self.sizes)]
+        if len(rows) <= _MANY:
+            crowd = [*itertools.islice(itertools.cycle(rows[largest]), _CROWD * (len(rows) + 1))]
+            every = [*rows.items()]
+            padded = [(g, [*own, *itertools.repeat(own[0], -len(own) % 128)] if own else own) for g, own in every]
+            yield self._arranged("in reverse", [(group, own[::-1]) for group, own in every[::-1]])
+            yield self._arranged("before a crowded group", [*every, (largest, crowd)])
+            yield self._arranged("padded", padded)
+            yield self._arranged("before rows of no group", every, crowd)
+        draw = random.Random(self.o["seed"])
         group = draw.choice(filled)
-        start, end = spans(self.ends, self.rows)[group]
-        first = draw.randrange(start, end)
-        return group, first, min(end, first + draw.choice((1, 1, 2, 9, 70)))
+        first = draw.choice(rows[group])
+        yield self._arranged(
+            "rows alone", [(group, rows[group][first - rows[group][0] :][: draw.choice((1, 2, 9, 70))])]
+        )
+        for group in some:
+            yield self._arranged("a group alone", [(group, rows[group])])
+        for own in (rows[largest], rows[largest][-1:]):
+            yield self._arranged("as a dense product", [(largest, own)], dense=True)
+        if self.place.arch == "sm_100a" and self.operands.config is None and self.o["a"] != BF16:
+            its = self._index([row for group in some for row in rows[group]])
+            yield "in a list", partial(self._in_a_list, [(group, rows[group]) for group in some]), whole, its
+        if (self.o["a"], self.o["b"]) in pairs_of(self.place.arch, QUANT) and self.o["n"] % 16 == 0:
+            yield "D of the quantizing call", self._quantizing_values, whole, whole
+            if self.dtype == torch.float32:
+                yield "codes of the quantizing call", self._quantizing_codes, whole, _codes_of
+
+    def tiles(self) -> Iterator[Change]:
+        """Every configuration, and the other order of FP8_BLOCK's scales."""
+        layouts = self._layouts() if self.o["a"] == "FP8_BLOCK" else ()
+        every = (self.operands, *map(self._in_layout, layouts))
+        for config, p in itertools.product(configs_of(route_of(self.place.arch, self.o), self.o["out"]), every):
+            yield f"{config}", partial(self.run, replace(p, config=config)), whole, whole
+
+    def _layouts(self) -> tuple[str, ...]:
+        """Of the activations' scales."""
+        if self.o["a"] == BF16:
+            return ("plain",)
+        return ("k",) if self.o["a"] == "FP8_BLOCK" else ("blocked", "blocked_groups")
+
+    def _in_layout(self, layout: str) -> Grouped:
+        a, b = self.a.plain, self.b.plain
+        if layout == "k":
+            a = BlockScaledTensor(a.data, a.scale.contiguous(), a.format)
+        elif layout != "plain":
+            a = replace(in_layout(a, layout, self.offs), offs=a.offs if layout == "blocked" else self.offs)
+        return replace(self.operands, a=a, b=b if b.format == FP8_BLOCK else in_layout(b, "blocked"))
+
+    def _run_in_layout(self, layout: str) -> torch.Tensor:
+        return self.run(self._in_layout(layout))
+
+    def _index(self, rows: Sequence[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda out: out[self.place.ends([*rows]).long()]
+
+    def _arranged(
+        self, name: str, parts: Sequence[tuple[int, Sequence[int]]], behind: Sequence[int] = (), dense: bool = False
+    ) -> Change:
+        """Groups with these rows, and rows of no group behind them."""
+        rows = [row for _, own in parts for row in own]
+        return name, lambda: self.run(self._rearranged(parts, [*rows, *behind], dense)), whole, self._index(rows)
+
+    def _rearranged(self, parts: Sequence[tuple[int, Sequence[int]]], rows: Sequence[int], dense: bool) -> Grouped:
+        groups, ends = [group for group, _ in parts], [*itertools.accumulate(len(own) for _, own in parts)]
+        offs, index = self._offs(ends), self.place.ends([*rows]).long()
+        a = operands.rows_alone(self.a.plain, index, groups, offs)
+        b = operands.groups_alone(self.b.given, groups)
+        if dense:
+            return Grouped(a, operands.dense(b), None, ends[-1], self._kernel)
+        return Grouped(a, b, offs, ends[-1], self.operands.config)
+
+    @property
+    def _kernel(self) -> KernelChoice | None:
+        """The kernel, not its tile, for the other calls."""
+        return config_of(self.place, self.o, tile=0)
+
+    def _in_a_list(self, parts: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+        products = [self._rearranged([part], part[1], True) for part in parts]
+        outs = [
+            torch.full((p.valid, self.o["n"]), torch.nan, dtype=self.dtype, device=self.place.device) for p in products
+        ]
+        how: dict[str, Any] = {"out": outs, "backend": self.place.backend}
+        grouped_gemm_list([p.a for p in products], [p.b for p in products], **how)
+        return torch.cat(outs)
+
+    def _quantizing(self, **outputs: Any) -> Any:
+        how: dict[str, Any] = {"return_amax": False, "backend": self.place.backend, "config": self._kernel}
+        a, b = self.a.plain, self.b.plain
+        return grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=self.offs, **outputs, **how)
+
+    def _quantizing_values(self) -> torch.Tensor:
+        """D of the quantizing call, which has nothing to do but to round."""
+        made: torch.Tensor = self._quantizing(d_dtype=self.dtype)["d_tensor"]
+        return made[: self.valid]
+
+    def _quantizing_codes(self) -> torch.Tensor:
+        got = self._quantizing(d_format=MXFP8, column_output=False, row_layout="plain").row
+        return torch.cat([t.view(torch.uint8)[: self.valid] for t in (got.data, got.scale)], 1)
 
 
-def _is_bf16(o: Options, config: object, place: Place) -> bool:
-    """Whether the kernel sums in float32 of exact values."""
-    if isinstance(config, Sm90Bf16Config) or config is Sm90Bf16Config:
-        return True
-    return place.arch == "sm_90a" and o["module"].startswith("sm90_bf16")
+def _codes_of(values: torch.Tensor) -> torch.Tensor:
+    """MXFP8 codes and scales of rows."""
+    return torch.cat(exact.quantized(values, MXFP8, "activation", "rceil"), 1)
 
 
-def judge_grouped_gemm(o: Options, place: Place) -> None:
-    p, judge = Product(o, place), place.judge
-    config = config_of(place, o)
-    call: dict[str, Any] = {"backend": place.backend, "config": config}
-    guarded = place.output(p.rows, o["n"], p.dtype, o["gaps"][2])
-    out = grouped_gemm(p.a.given, p.b.given, p.offs, out=guarded.out, **call)
-    judge.wrong("the result is not out", out is not guarded.out)
-    if o["hostile"]:
-        judge.written("fences with wrong offsets", guarded, p.rows, anything=True)
-        return
-    judge.written("fences", guarded, p.valid)
-    p.near("float64", out, config)
-    beside = o["beside"]
-    if beside == "alone":
-        _judge_alone(p, out, config)
-    elif beside == "reversed":
-        _judge_reversed(p, out, config)
-    elif beside == "gemm":
-        _judge_gemm_beside(p, out)
-    else:
-        again = grouped_gemm(p.a.plain, p.b.plain, p.offs, out_dtype=p.dtype, **call)
-        judge.same("plain operands", again[: p.valid], out[: p.valid])
-
-
-def _judge_alone(p: Product, out: torch.Tensor, config: KernelChoice | None) -> None:
-    """Some rows of one group by themselves, with the weights of that group alone."""
-    if (some := p.some_rows()) is None:
-        return
-    group, first, end = some
-    index = torch.arange(first, end, device=p.place.device)
-    a, b = operands.rows_alone(p.a.plain, index, group), operands.weights_alone(p.b.given, group)
-    alone = grouped_gemm(a, b, p.place.ends([end - first]), out_dtype=p.dtype, backend=p.place.backend, config=config)
-    p.place.judge.same("rows alone", alone, out[first:end])
-
-
-def _judge_reversed(p: Product, out: torch.Tensor, config: KernelChoice | None) -> None:
-    """Groups, and the rows in them, in reverse."""
-    if p.valid == 0 or p.groups > 20:
-        return
-    device = p.place.device
-    index = torch.arange(p.valid - 1, -1, -1, device=device)
-    a: Any = p.a.plain
-    if isinstance(a, BlockScaledTensor) and a.global_scale is not None and a.global_scale.numel() > 1:
-        turned = operands.rows_alone(BlockScaledTensor(a.data, a.scale, a.format, a.global_scale[:1]), index, 0)
-        assert isinstance(turned, BlockScaledTensor)
-        a = BlockScaledTensor(turned.data, turned.scale, a.format, a.global_scale.flip(0))
-    else:
-        a = operands.rows_alone(a, index, 0)
-    b = p.b.plain
-    shared = b.global_scale if b.global_scale is None else b.global_scale.flip(0)
-    raw = b.data.view(torch.uint8).flip(0).view(b.data.dtype)
-    scale = (
-        b.scale.flip(0) if b.scale.dtype == torch.float32 else (b.scale.view(torch.uint8).flip(0).view(b.scale.dtype))
-    )
-    sizes = p.sizes[::-1]
-    offs = p.place.ends([sum(sizes[: i + 1]) for i in range(len(sizes))])
-    turned_b = BlockScaledTensor(raw, scale, b.format, shared)
-    got = grouped_gemm(a, turned_b, offs, out_dtype=p.dtype, backend=p.place.backend, config=config)
-    p.place.judge.same("groups in reverse", got.flip(0), out[: p.valid])
-
-
-def _judge_gemm_beside(p: Product, out: torch.Tensor) -> None:
-    """The rows of one group as a dense product."""
-    some = p.some_rows()
-    if some is None or p.o.get("tile"):
-        return
-    group = some[0]
-    start, end = spans(p.ends, p.rows)[group]
-    index = torch.arange(start, end, device=p.place.device)
-    a = operands.rows_alone(p.a.plain, index, group)
-    b = operands.dense(operands.weights_alone(p.b.given, group))
-    config = config_of(p.place, p.o, "gemm") if p.place.arch == "sm_90a" else None
-    if p.place.arch == "sm_100a":  # the dense kernel adds up otherwise
-        return
-    got = gemm(a, b, out_dtype=p.dtype, backend=p.place.backend, config=config)
-    p.place.judge.same("as a dense product", got, out[start:end])
+judge_grouped_gemm = partial(judge_case, Product)
 
 
 # --- gemm ------------------------------------------------------------------------------------------------
@@ -306,20 +340,24 @@ def one_group(draw: Draw, constants: Options) -> Options:
     }
 
 
-def judge_gemm(o: Options, place: Place) -> None:
-    p, judge = Product(o, place), place.judge
-    config = config_of(place, o, "gemm")
-    b = operands.dense(p.b.given)
-    guarded = place.output(p.rows, o["n"], p.dtype, o["gaps"][2])
-    out = gemm(operands.without_groups(p.a.given), b, out=guarded.out, backend=place.backend, config=config)
-    judge.written("fences", guarded, p.valid)
-    p.near("float64", out, config)
-    if p.valid > 1:
-        rows = torch.arange(p.valid // 2, p.valid, device=place.device)
-        alone = gemm(
-            operands.rows_alone(p.a.plain, rows, 0), b, out_dtype=p.dtype, backend=place.backend, config=config
-        )
-        judge.same("rows alone", alone, out[p.valid // 2 :])
+class Dense(Product):
+    """`gemm`."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        super().__init__(o, place)
+        a, b = operands.without_groups(self.a.given), operands.dense(self.b.given)
+        self.operands = Grouped(a, b, None, self.valid, config_of(place, o, "gemm"))
+
+    def changes(self) -> Iterator[Change]:
+        p, half = self.operands, range(self.valid // 2, self.valid)
+        if half:
+            own = replace(self._rearranged([(0, half)], half, True), config=p.config)
+            yield "rows alone", partial(self.run, own), whole, self._index(half)
+        grouped = Grouped(self.a.given, self.b.given, self.offs, self.valid, self._kernel)
+        yield "as the only group", partial(self.run, grouped), whole, whole
+
+
+judge_gemm = partial(judge_case, Dense)
 
 
 # --- lists -----------------------------------------------------------------------------------------------
@@ -350,42 +388,52 @@ def list_rest(draw: Draw, constants: Options) -> Options:
 
 
 def judge_list(o: Options, place: Place) -> None:
-    generator = place.generator(o["seed"])
-    layout = "blocked" if o["blocked"] else "plain"
-    dtype = DTYPES[o["out"]]
+    """Every product is near float64 in its own fence; every bit of those that are drawn as "exact"."""
+    drawing, generator = o.get("drawn", "codes"), operands.generator_of(place, o)
+    layouts = {"layout": "blocked" if o["blocked"] else "plain", "globals_": 0 if drawing == "exact" else 1}
+    dtype, column_major = DTYPES[o["out"]], o.get("column_major", False)
     a: list[Operand] = []
-    b: list[Weight] = []
+    b: list[Operand] = []
     fences = []
     for m, n, k in o["problems"]:
-        ends = [m]
-        a += [
-            operands.activation(
-                place, o["a"], m, k, generator, ends=ends, offs=place.ends(ends), layout=layout, globals_=1
-            )
-        ]
-        b += [operands.weight(place, o["b"], 1, n, k, generator, layout=layout, globals_=1)]
-        fences.append(place.output(m, n, dtype, 16))
+        groups: dict[str, Any] = {"ends": [m], "offs": place.ends([m])}
+        a += [operands.activation(place, o["a"], m, k, generator, drawing=drawing, **groups, **layouts)]  # type: ignore[arg-type]
+        b += [operands.weight(place, o["b"], 1, n, k, generator, drawing=drawing, **layouts)]  # type: ignore[arg-type]
+        fences.append(place.output(*((n, m) if column_major else (m, n)), dtype, o.get("gap", 16)))
+    config: Any = config_of(place, o, "grouped_gemm_list")
     alpha = None
     if o["alpha"]:
-        alpha = torch.rand(len(a), device=place.device, generator=generator) + 0.5
-    outs: Sequence[torch.Tensor] = grouped_gemm_list(
-        [x.given for x in a],  # type: ignore[misc]
+        alpha = (torch.rand(len(a), device=generator.device, generator=generator) + 0.5).to(place.device)
+    outs = grouped_gemm_list(
+        [x.given for x in a],
         [operands.dense(x.given) for x in b],
-        out=[f.out for f in fences],
+        out=[f.out.t() if column_major else f.out for f in fences],
         alpha=alpha,
         backend=place.backend,
+        config=config,
     )
-    fp8 = place.has_kernels
     for i, (out, guarded) in enumerate(zip(outs, fences, strict=True)):
-        place.judge.written("fences", guarded, out.shape[0])
+        place.judge.written("fences", guarded)
         if out.numel() == 0:
             continue
-        exact = judging.exact_product(a[i].values, b[i].values[0].t())
-        exact = exact if alpha is None else exact.scaled(alpha[i])
-        place.judge.product("float64", out, exact, judging.precision_of(fp8))
-        if alpha is None and not fp8:
+        place.judge.product(
+            "float64", out, partial(_exact_of, a[i], b[i], alpha, i), judging.precision_of(place.has_kernels)
+        )
+        if drawing == "exact":
+            place.judge.same("the exact product's bits", out, partial(_bits_of, a[i], b[i], alpha, i, dtype))
+        elif alpha is None and not place.has_kernels:
             one = gemm(a[i].plain, operands.dense(b[i].plain), out_dtype=dtype, backend=place.backend)
             place.judge.same("as a dense product", out, one)
+
+
+def _exact_of(a: Operand, b: Operand, alpha: torch.Tensor | None, number: int) -> judging.Product:
+    product = judging.exact_product(a.values, b.values[0].t())
+    return product if alpha is None else product.scaled(alpha[number])
+
+
+def _bits_of(a: Operand, b: Operand, alpha: torch.Tensor | None, number: int, dtype: torch.dtype) -> torch.Tensor:
+    product = (a.values @ b.values[0].t()).float()
+    return (product if alpha is None else product * alpha[number]).to(dtype)
 
 
 # --- torch's call ----------------------------------------------------------------------------------------
@@ -422,7 +470,7 @@ def judge_scaled_grouped_mm(o: Options, place: Place) -> None:
         offs=p.offs,
         output_dtype=p.dtype,
     )
-    p.near("float64", got, None)
+    p.near(got[: p.valid])
     backend: BackendName | None = None if place.device.type == "cuda" else "reference"
     want = grouped_gemm(p.a.plain, p.b.plain, p.offs, out_dtype=p.dtype, backend=backend)
     place.judge.same("grouped_gemm", got[: p.valid], want[: p.valid])

@@ -6,7 +6,18 @@ from functools import partial
 
 from padless.runtime.choices import BackendName
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import adapters, decode, epilogues, kinds, layers, products, quantizers, training, whole_layer
+from padless.verify.fuzz import (
+    adapters,
+    decode,
+    epilogues,
+    kinds,
+    layers,
+    product_lines,
+    products,
+    quantizers,
+    training,
+    whole_layer,
+)
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Problem, Subject
 from padless.verify.fuzz.states.subjects import STATES
@@ -23,12 +34,26 @@ SUBJECTS: dict[str, Subject] = {
         24,
         8,
         emulated=True,
+        lines=product_lines.small,
     ),
     "gemm": Subject(
-        partial(products.pair, operation="gemm"), products.one_group, products.judge_gemm, 8, 3, emulated=True
+        partial(products.pair, operation="gemm"),
+        products.one_group,
+        products.judge_gemm,
+        8,
+        3,
+        emulated=True,
+        lines=product_lines.small_dense,
     ),
     "grouped_gemm_list": Subject(
-        products.list_constants, products.list_rest, products.judge_list, 4, 3, ("reference", "sm_100a"), emulated=True
+        products.list_constants,
+        products.list_rest,
+        products.judge_list,
+        4,
+        3,
+        ("reference", "sm_100a"),
+        emulated=True,
+        lines=product_lines.small_lists,
     ),
     "scaled_grouped_mm": Subject(
         products.torch_constants, products.torch_rest, products.judge_scaled_grouped_mm, 5, 1, ("reference", "sm_90a")

@@ -21,7 +21,7 @@ from padless.quantization.swiglu_backward import swiglu_backward_quantize
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import bits
 from padless.verify.fuzz import exact
-from padless.verify.fuzz.case import Change, judge_case, whole
+from padless.verify.fuzz.case import Change, ends_of, judge_case, turned, whole
 from padless.verify.fuzz.judge import Precision, exact_product, precision_of
 from padless.verify.fuzz.operands import spans
 from padless.verify.fuzz.place import Place
@@ -198,7 +198,7 @@ _LARGE = 1 << 22  # elements of a result, of which one kind of codes is enough: 
 _OTHERS: Options = {"past": 0, "alignments": [32, 32], "gap": 0, "nan_group": -1, "tiny": False, "normal": False}
 
 
-def wgrad_lines() -> Iterator[Options]:
+def wgrad_lines(arch: str) -> Iterator[Options]:
     """Fixed problems: every kernel on every shape, stored and accumulated."""
     storing = [_OTHERS | kernel | {"accumulate": False} for kernel in _KERNELS]
     adding = [_OTHERS | k | {"accumulate": True} for k in (*_KERNELS, *_ADDING) if k["out"] == "float32"]
@@ -427,21 +427,12 @@ class Wgrad(Gradient):
     def changes(self) -> Iterator[Change]:
         dy, x = self.operands
         groups = range(self.shape[0])
-        yield "padded to blocks", (padded_to_blocks(dy), padded_to_blocks(x)), whole, whole
-        yield "groups in reverse", (permuted(dy, groups[::-1]), permuted(x, groups[::-1])), turned, whole
+        yield "padded to blocks", partial(self.run, (padded_to_blocks(dy), padded_to_blocks(x))), whole, whole
+        others = (permuted(dy, groups[::-1]), permuted(x, groups[::-1]))
+        yield "groups in reverse", partial(self.run, others), turned, whole
         for group in ends_of(self.o["sizes"]):
             others = (poisoned(dy, group), poisoned(x, group))
-            yield "NaN in all other groups", others, itemgetter(group), itemgetter(group)
-
-
-def ends_of(sizes: list[int]) -> set[int]:
-    """The first and the last group that has tokens."""
-    filled = [group for group, size in enumerate(sizes) if size]
-    return {*filled[:1], *filled[-1:]}
-
-
-def turned(t: torch.Tensor) -> torch.Tensor:
-    return t.flip(0)
+            yield "NaN in all other groups", partial(self.run, others), itemgetter(group), itemgetter(group)
 
 
 judge_wgrad = partial(judge_case, Wgrad)

@@ -18,7 +18,8 @@ from padless.verify.fuzz import exact
 from padless.verify.fuzz.layers import draw_ids, exact_activation, routing_of
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.products import arch_of, routes_of
+from padless.verify.fuzz.products import arch_of
+from padless.verify.tiles import routes_of
 
 
 def layer_constants(draw: Draw) -> Options:
