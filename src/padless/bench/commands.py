@@ -25,6 +25,7 @@ def bench(
     balanced: bool = False,
     models: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
+    part: Sequence[str] | None = None,
     peers: Path | None = None,
     only: Sequence[str] | None = None,
     out: Path = DEFAULT_OUT_DIR,
@@ -35,29 +36,42 @@ def bench(
     """A benchmark of `CASES` on its quick grid, or on another that is asked for.
 
     case: its name. models, tokens: of the grid's points those of models whose names begin so, and with so many tokens;
-    None for all. peers: folder of other libraries. only: names of those to use, the benchmark's by default.
+    None for all. part: names of the parts to run, of a benchmark that has some. peers: folder of other libraries.
+    only: names of those to use, the benchmark's by default.
     out: where results go. time_limit: no new point after so many seconds. repeats: timed calls. seed: of sizes and
     values.
     """
     known = CASES[case]
     grid = "full" if full else "balanced" if balanced else known.grids[0]
     settings = RunSettings(peers, seed, repeats or known.repeats, time_limit_s=time_limit)
-    points = chosen_points(resolve_grid(known, grid, seed), models, tokens) if models or tokens else grid
+    points: str | list[Any] = grid
+    if models or tokens or part:
+        points = chosen_points(resolve_grid(known, grid, seed), models, tokens, part)
     return _exit_code(run_case(case, points, only, out, settings))
 
 
-def chosen_points(points: Sequence[Any], models: Sequence[str] | None, tokens: Sequence[int] | None) -> list[Any]:
-    """Points of models whose names begin like one of these, in any case, and of these numbers of tokens.
+def chosen_points(
+    points: Sequence[Any],
+    models: Sequence[str] | None,
+    tokens: Sequence[int] | None,
+    parts: Sequence[str] | None = None,
+) -> list[Any]:
+    """Points of models whose names begin like one of these, in any case, of these numbers of tokens, and of these parts.
 
-    Raises ValueError for a model or a number that no point has.
+    Raises ValueError for a model, a number or a part that no point has.
     """
+    if parts:
+        allowed = list(dict.fromkeys(point.part for point in points))
+        if unknown := set(parts) - set(allowed):
+            raise ValueError(f"part must be among {allowed}, got {sorted(unknown)}")
+        points = [point for point in points if point.part in parts]
     known = list(dict.fromkeys(point.model for point in points))
     for name in models or ():
         if not any(_begins(model, name) for model in known):
             raise ValueError(f"models must begin the names of some of {known}, got {name!r}")
     counts = sorted({point.tokens for point in points})
-    if unknown := set(tokens or ()) - set(counts):
-        raise ValueError(f"tokens must be among {counts}, got {sorted(unknown)}")
+    if strange := set(tokens or ()) - set(counts):
+        raise ValueError(f"tokens must be among {counts}, got {sorted(strange)}")
     return [
         point
         for point in points

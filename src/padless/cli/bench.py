@@ -33,6 +33,13 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "part": (
+        Annotated[
+            list[str] | None,
+            typer.Option("--part", help="Only this part of the benchmark; may be repeated. Default: all."),
+        ],
+        None,
+    ),
     "peers": (
         Annotated[
             Path | None,
