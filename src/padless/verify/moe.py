@@ -23,7 +23,6 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.kernels.table import ROUTES, kernels_arch
 from padless.moe import (
     Activation,
     activate_quantize,
@@ -43,6 +42,7 @@ from padless.testing.bits import differing
 from padless.testing.guarded import POISON
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
+from padless.verify.tiles import pairs_of
 
 DEVICE = "cuda"
 # (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
@@ -250,7 +250,8 @@ class Layer:
 
 GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 # (weights, activations, (tokens, k, experts, H, I), other options, whether with biases)
-CASES: tuple[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool], ...] = (
+Case = tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]
+CASES: tuple[Case, ...] = (
     (FP8_BLOCK, None, (37, 4, 9, 384, 256), {}, False),
     (FP8_BLOCK, None, (300, 6, 16, 640, 384), {}, True),
     (FP8_BLOCK, None, (90, 2, 5, 272, 128), {"activation": "relu2"}, False),
@@ -267,10 +268,15 @@ BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0
 
 def layers(arch: str) -> Iterator[Layer]:
     """The layers whose pairs of formats have kernels on ``arch``; on the CPU."""
-    pairs = {(p.a, p.b) for p in ROUTES if p.operation == "grouped_gemm" and p.arch == kernels_arch(arch)}
-    for seed, (weights, activations, sizes, options, with_bias) in enumerate(CASES):
-        if (activations_of(weights, activations), weights.name) in pairs:
-            yield draw_layer(weights, activations, sizes, options, with_bias, seed)
+    for seed, case in enumerate(CASES):
+        if case in cases(arch):
+            yield draw_layer(*case, seed)
+
+
+def cases(arch: str) -> list[Case]:
+    """Those of the cases whose pairs of formats have kernels on ``arch``."""
+    pairs = pairs_of(arch, "grouped_gemm")
+    return [case for case in CASES if (activations_of(*case[:2]), case[0].name) in pairs]
 
 
 def activations_of(weights: BlockScaledFormat, activations: Any) -> str:

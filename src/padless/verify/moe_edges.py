@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
-from padless.kernels.table import ROUTES, kernels_arch
+from padless.kernels.table import kernels_arch
 from padless.moe import moe, ops, route
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K
@@ -77,19 +77,13 @@ def check_edges() -> str:
 
 def layers_at_edges(arch: str) -> Iterator[tuple[str, Layer]]:
     """A layer for each format of weights that has kernels on ``arch``, at every edge; on the CPU."""
-    for weights, activations, _, options, with_bias in cases(arch):
+    for weights, activations, _, options, with_bias in layers.cases(arch):
         sizes = (max(len(ids) for _, ids in edges()), MAX_TOP_K, EXPERTS, COLUMNS, HIDDEN)
         whole = draw_layer(weights, activations, sizes, options, with_bias, 5)
         for name, ids in edges():
             tokens, top_k = ids.shape
             some = replace(whole, x=whole.x[:tokens], weights=whole.weights[:tokens, :top_k].contiguous(), ids=ids)
             yield f"{weights.name} {options}, {name}", some
-
-
-def cases(arch: str) -> list[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]]:
-    """The cases of `padless.verify.moe` whose pairs of formats have kernels on ``arch``."""
-    pairs = {(r.a, r.b) for r in ROUTES if r.operation == "grouped_gemm" and r.arch == kernels_arch(arch)}
-    return [case for case in layers.CASES if (layers.activations_of(*case[:2]), case[0].name) in pairs]
 
 
 def check_layer_edges(place: Place) -> None:
@@ -201,7 +195,7 @@ def check_decode() -> str:
 
 def decoded(arch: str) -> Iterator[tuple[BlockScaledFormat, Any, dict[str, Any], bool]]:
     """(weights, activations, options, whether with biases) of four launches: plain SwiGLU, and gpt-oss' on Hopper."""
-    for weights, activations, _, options, with_bias in cases(arch):
+    for weights, activations, _, options, with_bias in layers.cases(arch):
         is_plain = not options and not with_bias and weights != NVFP4
         is_gpt_oss = options == layers.GPT_OSS and activations is torch.bfloat16
         if is_plain or (is_gpt_oss and kernels_arch(arch) == "sm_90a"):
