@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import pydoc_data.topics
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+
+from padless.integrations.transformers import adapt_experts
+from padless.nn.lora import load_adapter
+from support.hub_checkpoints import write_bf16, write_mxfp4
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -88,3 +94,56 @@ def test_ep(launcher: list[str]) -> None:
         assert 0.02 < number(r"FP8 against bfloat16 ([\d.]+)", line) < 0.1
         assert number(r"\|dx\| ([\d.]+)", line) > 0
         assert number(r"\|dweights\| ([\d.]+)", line) > 0
+
+
+def with_bytes_as_tokens(folder: Path) -> None:
+    """Writes a tokenizer of 256 tokens into a checkpoint's folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["random", "folder"])
+def test_finetune_gpt_oss(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The held-out loss falls, PEFT's files give a fresh model that loss to the digit, the picture has every step."""
+    name, steps, length = "finetune_gpt_oss.py", 12, 48
+    checkpoint = []
+    if kind == "folder":
+        folder = write_mxfp4(write_bf16("gpt_oss", tmp_path / "bf16"), tmp_path / "mxfp4")
+        with_bytes_as_tokens(folder)
+        checkpoint = [str(folder)]
+    settings = [
+        "--steps",
+        str(steps),
+        "--length",
+        str(length),
+        "--rank",
+        "4",
+        "--alpha",
+        "8",
+        "--learning-rate",
+        "1e-2",
+    ]
+    printed = run(name, monkeypatch, capsys, *checkpoint, *settings, "--out", str(tmp_path / "adapter"))
+    before, after = (number(rf"([\d.]+) {when}", printed) for when in ("before", "after"))
+    assert after < before - 0.2, printed
+
+    module = runpy.run_path(str(EXAMPLES / name))
+    text = "\n".join(pydoc_data.topics.topics.values())
+    model, tokens = module["load"](checkpoint[0] if checkpoint else None, text, "cpu")
+    held_out = module["windows"](tokens[int(len(tokens) * (1 - module["HELD_OUT"])) :], 4, length, 0)
+    assert module["mean_loss"](model, held_out) == pytest.approx(before, abs=1e-4)
+    experts = adapt_experts(model, rank=4, alpha=8.0, dtype=torch.float32)
+    assert load_adapter(tmp_path / "adapter", experts, "default") == ()
+    assert module["mean_loss"](model, held_out) == pytest.approx(after, abs=1e-4)
+
+    picture = ElementTree.parse(tmp_path / "adapter" / "loss.svg")
+    (line,) = [g for g in picture.iter() if g.get("id") == "losses"]
+    assert len(re.findall("[ML]", next(iter(line)).get("d", ""))) == steps
