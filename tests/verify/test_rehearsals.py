@@ -28,7 +28,7 @@ from padless.verify.emulator.products import cost, emulate
 from padless.verify.fuzz import training
 from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place
-from padless.verify.fuzz.product_lines import emulated_fp8_block
+from padless.verify.fuzz.product_lines import EMULATED
 
 H200, B300 = Gpu("sm_90a", 132), Gpu("sm_103a", 148)
 
@@ -149,7 +149,7 @@ def missing_argument() -> None:
 
 def test_nothing_is_compiled_after_compiling_ahead(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With processes and a disk; what fails is said, and fails again where it is needed."""
-    drawn = [("sm_90a", o) for o in emulated_fp8_block("sm_90a") if sum(o["sizes"])]
+    drawn = [("sm_90a", o) for o in EMULATED["emulator agrees"]("sm_90a") if sum(o["sizes"])]
     jobs = sorted(drawn, key=lambda job: cost(*job))[:2]
     rehearsals = [Rehearsal(partial(emulate, *job), ("ptx",)) for job in jobs]
     rehearsals += [Rehearsal(refused_by_the_compiler), Rehearsal(missing_argument)]

@@ -30,11 +30,11 @@ from padless.moe.checks import MAX_TOP_K
 from padless.moe.gather import activate_quantize
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.driver import cuda_driver
+from padless.verify import epilogue
 from padless.verify import moe as layers
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
 from padless.verify.moe import Layer, draw_layer, same_bits, same_quantized
-from padless.verify.moe_gates import check_gates
 
 EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
 DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
@@ -316,7 +316,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **layers.PASSES,
     "edges of the MoE layer's passes": check_edges,
     "operators of the MoE layer": check_operators,
-    "gated epilogues": Check(check_gates),
+    "gated epilogues": epilogue.GATES,
     "MoE layer": layers.CHECK,
     "MoE layer at edges": Check(check_layer_edges),
     "decoding by the MoE layer": check_decode,
