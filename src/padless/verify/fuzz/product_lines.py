@@ -211,7 +211,7 @@ def small_lists(arch: str) -> Iterator[Options]:
     return (o | {"properties": []} for o in itertools.islice(_lists(arch) if arch == "sm_100a" else (), 1))
 
 
-# By check: the call, and its problems on an architecture. No lambda: other processes compile ahead, and get these pickled.
+# By check: the call, and its problems on an architecture. No lambda: processes that compile ahead get these pickled.
 CHECKS: dict[str, tuple[str, Lines]] = {
     "accuracy": ("grouped_gemm", _accuracy),
     "configs agree": ("grouped_gemm", _configs_agree),
