@@ -44,7 +44,7 @@ from padless.testing.timing import Call, Timer
 QUARTER = DecoderSize(12, 2048, 32, 4, 128, 128, 8, 768, 37984)
 LEARNING_RATE = 3e-4
 # Losses of so many last steps are averaged; FP8's mean may be this much above bf16's, as in `padless train-demo`.
-_LAST = 4
+_LAST, LIMIT = 4, 0.0025
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def measure_pretrain(
 
 
 def start(session: Session) -> Callable[[PretrainPoint], Record]:
-    """Measures a point with a model of its own."""
+    """Makes a model for every point."""
 
     def measure(point: PretrainPoint) -> Record:
         torch._dynamo.reset()

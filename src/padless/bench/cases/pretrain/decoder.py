@@ -155,11 +155,10 @@ class Decoder(nn.Module):
             return torch.randn(shape, dtype=torch.bfloat16, device=batch.device, generator=generator)
 
         x, dout = drawn().requires_grad_(), drawn()
-        with torch.no_grad():
-            y = self.attention(layer, x)[1].detach()
-            weights, index = self.route(layer, y)
-        rows, weights = y.flatten(0, 1).requires_grad_(), weights.requires_grad_()
-        y.requires_grad_()
+        # Under autograd, as in a step: inductor would compile another function without.
+        y = self.attention(layer, x)[1].detach().requires_grad_()
+        weights, index = self.route(layer, y)
+        rows, weights = y.detach().flatten(0, 1).requires_grad_(), weights.detach().requires_grad_()
 
         def backward(outs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
             torch.autograd.backward(list(outs), list(grads))
