@@ -10,12 +10,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import padless
 from padless.integrations.transformers import adapt_experts
 from padless.nn.lora import load_adapter
 from support.hub_checkpoints import write_bf16, write_mxfp4
@@ -76,6 +78,50 @@ def test_fine_tune_qwen3_moe(
     assert abs(losses[0] - losses[1]) < 0.05
     fp8, bf16 = (AutoModelForCausalLM.from_pretrained(tmp_path / recipe).state_dict() for recipe in ("fp8", "bf16"))
     assert any(not torch.equal(fp8[name], bf16[name]) for name in fp8)
+
+
+def test_rollout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """padless in both programs differs in no bit, anything else does; one layer at a time ends at all of them."""
+    out = tmp_path / "rollout.json"
+    small = ("--steps", "3", "--layers", "2", "--prompts", "2", "--new-tokens", "5")
+    run("rollout.py", monkeypatch, capsys, *small, "--out", str(out))
+    record = json.loads(out.read_text())
+    pairs = {(p["samples"], p["trains"]): p for p in record["pairs"]}
+    assert len(pairs) == 6
+    for names, pair in pairs.items():
+        same = names == ("padless", "fp8")
+        assert (pair["one_pass"]["max"] == 0) == same, names
+        assert pair["one_pass"]["max"] < 0.2
+    assert pairs["padless", "fp8"]["one_pass"]["equal"] == 1
+    assert len(record["layers"]) == 3
+    assert record["layers"][-1] == pairs["vLLM", "fp8"]["one_pass"]
+    assert all(layer["max"] > 0 for layer in record["layers"])
+    run("rollout.py", monkeypatch, capsys, "--draw", str(out))
+    assert out.with_suffix(".svg").read_text().count("<path") > 20
+
+
+def test_vllms_arithmetic() -> None:
+    """Near padless' own with the same codes, and with other bits; a product is that of padless' codes in float64.
+
+    But for rows in which x / s and padless' x * (1 / s) round to different codes, which there must be.
+    """
+    module = runpy.run_path(str(EXAMPLES / "rollout.py"))
+    generator = torch.Generator().manual_seed(2)
+    x, w13, w2 = (torch.randn(s, generator=generator).bfloat16() for s in ((40, 256), (5, 256, 256), (5, 256, 128)))
+    w13, w2 = w13 / 16, w2 / 11
+    prob, ids = torch.rand(40, 5, generator=generator).topk(2)
+    got = module["vllm_experts"](SimpleNamespace(gate_up_proj=w13, down_proj=w2), x, ids, prob)
+    codes = [padless.quantize(w, padless.FP8_BLOCK, kind="weight") for w in (w13, w2)]
+    want = padless.moe.moe(x, ids, prob, *codes).double()
+    off = (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
+    assert 1e-4 < off.max() < 0.03
+    a = padless.quantize(x, padless.FP8_BLOCK)
+    exact = padless.dequantize(a).double() @ padless.dequantize(codes[0])[3].double().T
+    found = module["product"](x, codes[0], 3).double()
+    divided = (x.float().unflatten(1, (-1, 128)) / a.scale[..., None]).to(torch.float8_e4m3fn).flatten(1)
+    differ = (divided.float() != a.data.float()).any(1)
+    assert 0 < differ.sum() < 10
+    assert torch.equal((found - exact).norm(dim=-1) / exact.norm(dim=-1) > 1e-6, differ)
 
 
 @pytest.mark.slow

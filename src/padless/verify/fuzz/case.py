@@ -119,7 +119,7 @@ def _microbatches(case: Any, out: torch.Tensor, other: Other) -> None:
 
 
 def _threads(case: Case, out: torch.Tensor, other: Other) -> None:
-    """Eight threads, each with a stream of its own and its own problem."""
+    """Eight threads, each with its own stream and problem."""
     cases = [case, *map(other, range(1, 8))]
     expected = [one.run(one.operands) for one in cases]
 
