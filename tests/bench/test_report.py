@@ -38,6 +38,7 @@ def test_there_are_committed_records_of_the_usual_kinds() -> None:
 
 # What names a point in its line, where that is not all of it.
 AXES = {
+    "adapters": ("model", "tokens"),
     "ep": ("model", "ranks", "tokens"),
     "layer": ("model", "tokens"),
     "decoding": ("model", "tokens"),
@@ -67,7 +68,7 @@ def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
         for point in points:
             shown_axes = AXES.get(kind, point["point"])
             axes = [str(point["point"][axis]) for axis in shown_axes]
-            digits = 0 if kind in ("layer", "train") else 1
+            digits = 0 if kind in ("adapters", "layer", "train") else 1
             unit = 1e-3 if kind == "model" else 1.0  # milliseconds
             own = next(f"{timing['us'] * unit:.{digits}f}" for timing in point["gpu"].values())
             assert any(own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines)
@@ -164,7 +165,7 @@ def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None
         shown(tmp_path / "absent.jsonl")
     file = ResultFile(tmp_path / "x.jsonl")
     file.append({"kind": "weather", "point": {}})
-    with pytest.raises(ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['black"):
+    with pytest.raises(ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['adapters', 'black"):
         shown(file.path)
     decode = MEASURED / "2026-11-21-h200-decode.jsonl"
     with pytest.raises(ValueError, match=r"one kind of records, paper or formats or decoding; .* holds \['decode'\]"):

@@ -13,12 +13,14 @@ copies of the dequantized weights, torch's own products and autograd, and begins
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from adapter_parity import FAULT, FORMATS, Verdict, run
+from adapter_parity import FAULT, FORMATS, LEAST_LEARNED, LIMIT, SEED_LIMIT, Verdict, run
 from padless.demo.train.model import ModelSize
+from support.ragged import ROOT
 
 FROZEN = (3.0, 3.1, 2.9)
 LASTS = (2.5, 2.6, 2.4)
@@ -41,6 +43,21 @@ def test_the_judge_of_adapters():
     assert not judged(1.0, math.nan, 1.0)
     assert not judged(1.0, 1.0), "two seeds are not three"
     assert not judged(1.0, 1.0, 1.0, frozen=(2.54, 3.1, 2.9)), "nothing was learned"
+
+
+def test_what_was_recorded():
+    """Verdicts by the record's losses, its limits those of today, and the page's figures."""
+    (path,) = sorted((ROOT / "docs/measured").glob("*-adapter-parity.json"))
+    record = json.loads(path.read_text())
+    assert record["limits"] == {"mean": LIMIT, "seed": SEED_LIMIT, "learned": LEAST_LEARNED}
+    page = (ROOT / "docs/adapters.md").read_text()
+    for v in record["verdicts"]:
+        verdict = Verdict(v["name"], v["over_codes"], v["dequantized"], v["frozen"])
+        assert verdict.holds == (not v["name"].endswith(FAULT)), v
+        tails = [losses[v["name"]][-round(0.2 * record["steps"]) :] for losses in record["losses"]]
+        assert [sum(tail) / len(tail) for tail in tails] == pytest.approx(v["over_codes"], abs=1e-4)
+        seeds = ", ".join(f"{d:+.3%}" for d in verdict.by_seed)
+        assert f"| {verdict.difference:+.3%} | {seeds} |" in page, v["name"]
 
 
 @pytest.fixture(scope="module")

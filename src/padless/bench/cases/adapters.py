@@ -326,7 +326,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     rows = [record for record in records if record["point"]["part"] == "model" and "tokens_per_s" in record]
     if rows:
         columns = [
-            *point, *table.axes("layers", "tokens"), table.Column("tokens/s", _field("tokens_per_s"), 0),
+            *point, *table.axes("layers", "tokens"), table.time(PADLESS, "us a step", digits=0),
+            table.Column("tokens/s", _field("tokens_per_s"), 0),
             *(table.Column(name, _field(f"{name}_bytes", 1e-9), 1) for name in _BYTES),
         ]  # fmt: skip
         found.append(table.table_of("Optimizer's steps of a model's experts; GB", columns, table.by_point(rows), 1))
