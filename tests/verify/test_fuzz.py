@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from padless.formats import BlockScaledTensor
+from padless.nn.lora import LoraExperts
 from padless.nn.lora import base as lora_base
+from padless.nn.lora import experts as lora_experts
 from padless.nn.lora import linear as lora_linear
+from padless.nn.lora import tokens as lora_tokens
 from padless.verify.bf16 import fuzz as plain
 from padless.verify.fuzz import decode, epilogues, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
@@ -271,10 +274,10 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         "grouped_gemm_wgrad",
         lambda right: lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(dy.offs) > 1 else right(dy, x, **kw),
     ),
-    "plain weights of another group": ("plain.grouped_gemm", plain, "grouped_gemm", swapped_plain_weights),
-    "plain rows whose bits depend on M": ("plain.grouped_gemm", plain, "grouped_gemm", moved_by_m),
-    "plain rows stored behind the groups": ("plain.grouped_gemm", plain, "grouped_gemm", writes_behind),
-    "one bit of a plain dense product": ("plain.grouped_gemm", plain, "gemm", after(nudged)),
+    "plain weights of another group": ("plain.grouped_gemm", products, "grouped_gemm", swapped_plain_weights),
+    "plain rows whose bits depend on M": ("plain.grouped_gemm", products, "grouped_gemm", moved_by_m),
+    "plain rows stored behind the groups": ("plain.grouped_gemm", products, "grouped_gemm", writes_behind),
+    "one bit of a plain dense product": ("plain.grouped_gemm", products, "gemm", after(nudged)),
     "plain gradients accumulated twice": ("plain.grouped_gemm_wgrad", plain, "grouped_gemm_wgrad", adds_twice),
     "a row of the next group": ("plain.grouped_gemm_wgrad", plain, "grouped_gemm_wgrad", takes_a_row_more),
     "one bit of a plain weight gradient": (
@@ -323,6 +326,62 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         lora_linear,
         "frozen_product",
         lambda right: lambda rows, *others: right(rows.detach(), *others),
+    ),
+    "the adapter of the token before": (
+        "nn.LoraExperts",
+        LoraExperts,
+        "_pairs",
+        lambda right: lambda self, ids, chosen: right(self, ids, chosen.roll(1)),
+    ),
+    "the first adapter where a token has none": (
+        "nn.LoraExperts",
+        LoraExperts,
+        "_pairs",
+        lambda right: lambda self, ids, chosen: right(self, ids, chosen.clamp(min=0)),
+    ),
+    "an adapter by alpha over the rank where it is the rank's root": (
+        "nn.LoraExperts",
+        lora_base,
+        "scaling_of",
+        lambda right: lambda rank, alpha, rslora: right(rank, alpha, False),
+    ),
+    "A and B of the expert before in the layer": (
+        "nn.LoraExperts",
+        lora_base,
+        "low_rank_product",
+        lambda right: lambda rows, a, b, offs: right(rows, a.roll(1, 0), b.roll(1, 0), offs),
+    ),
+    "a bias of the expert before": (
+        "nn.LoraExperts",
+        lora_experts,
+        "frozen_product",
+        lambda right: (
+            lambda rows, operand, w, bias, offs: right(
+                rows, operand, w, None if bias is None else bias.roll(1, 0), offs
+            )
+        ),
+    ),
+    "routing weights without a gradient": (
+        "nn.LoraExperts",
+        lora_experts,
+        "combined",
+        lambda right: lambda y, inverse, weights, dtype: right(y, inverse, weights.detach(), dtype),
+    ),
+    "the activation's gradient of another gate": (
+        "nn.LoraExperts",
+        lora_tokens,
+        "activation_gradient",
+        lambda right: lambda dout, h, activation: right(dout, h.roll(1, 0), activation),
+    ),
+    "a token with the gradient of one of its rows": (
+        "nn.LoraExperts",
+        lora_experts,
+        "gathered_rows",
+        lambda right: (
+            lambda x, tokens, inverse: right(
+                x, tokens, torch.cat([inverse[:, :1], torch.full_like(inverse[:, 1:], -1)], 1)
+            )
+        ),
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -28,7 +29,7 @@ from padless.verify.emulator.products import cost, emulate
 from padless.verify.fuzz import training
 from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place
-from padless.verify.fuzz.product_lines import emulated_fp8_block
+from padless.verify.fuzz.product_lines import EMULATED
 
 H200, B300 = Gpu("sm_90a", 132), Gpu("sm_103a", 148)
 
@@ -48,6 +49,14 @@ def listed(name: str, gpu: Gpu = H200) -> set[Kernel]:
     kernels, problems = kernels_of(jobs_of(gpu)[name].rehearsals(gpu.arch), gpu)
     assert not problems
     return set(kernels)
+
+
+@pytest.mark.parametrize("gpu", [H200, B300], ids=str)
+@pytest.mark.parametrize("against_emulator", [False, True])
+def test_other_processes_can_be_given_every_rehearsal(gpu: Gpu, against_emulator: bool) -> None:
+    for name, check in jobs_of(gpu, against_emulator=against_emulator).items():
+        for rehearsal in check.rehearsals(gpu.arch):
+            assert pickle.loads(pickle.dumps(rehearsal)).calls.func is rehearsal.calls.func, name
 
 
 # --- what a check asks for -------------------------------------------------------------------------------
@@ -149,7 +158,7 @@ def missing_argument() -> None:
 
 def test_nothing_is_compiled_after_compiling_ahead(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With processes and a disk; what fails is said, and fails again where it is needed."""
-    drawn = [("sm_90a", o) for o in emulated_fp8_block("sm_90a") if sum(o["sizes"])]
+    drawn = [("sm_90a", o) for o in EMULATED["emulator agrees"]("sm_90a") if sum(o["sizes"])]
     jobs = sorted(drawn, key=lambda job: cost(*job))[:2]
     rehearsals = [Rehearsal(partial(emulate, *job), ("ptx",)) for job in jobs]
     rehearsals += [Rehearsal(refused_by_the_compiler), Rehearsal(missing_argument)]

@@ -20,7 +20,7 @@ from padless.testing.judge import row_errors
 from padless.verify import run as verify
 from padless.verify.emulator.products import emulate
 from padless.verify.fuzz.place import place_of
-from padless.verify.fuzz.product_lines import emulated_fp8_block
+from padless.verify.fuzz.product_lines import EMULATED
 from padless.verify.fuzz.products import ROW_ERROR_LIMIT, Product
 from padless.verify.run import CHECKS, SANITIZER_TOOLS, jobs_of, run_verify, sanitizers_of
 from support.verify_jobs import pretended_jobs
@@ -56,7 +56,9 @@ def test_the_judge_sees_a_lost_block_of_k(generator: torch.Generator) -> None:
 
 def test_the_emulated_side_of_the_comparison_is_a_function_of_the_seed_and_right() -> None:
     """The same seed gives the same problem in another process; and what is compared is the product."""
-    o = next(o for o in itertools.islice(emulated_fp8_block("sm_90a"), 27, None) if o["drawn"] == "wide normal")
+    o = next(
+        o for o in itertools.islice(EMULATED["emulator agrees"]("sm_90a"), 27, None) if o["drawn"] == "wide normal"
+    )
     problem, again = (Product(o, place_of("reference")) for _ in range(2))
     a, b, offs, dtype = problem.a.plain, problem.b.plain, problem.offs, problem.dtype
     assert dtype != torch.float16  # whose range the scales leave

@@ -116,6 +116,12 @@ CASES: dict[str, Case] = {
             repeats=5,
         ),
         Case(
+            "pretrain",
+            "Training steps of a whole decoder like Qwen3-30B-A3B: padless' FP8 experts against torch's bf16.",
+            ("full", *RUN, "repeats"),
+            repeats=5,
+        ),
+        Case(
             "ep",
             "Expert parallelism on all GPUs of this host: dispatch, combine and layer against NCCL's all_to_all.",
             ("full", "peers", *RUN, "repeats"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from padless.verify.checks import Check, run_small
@@ -14,17 +14,16 @@ from padless.verify.fuzz.subjects import SUBJECTS
 
 CALLS = tuple(name for name, subject in SUBJECTS.items() if any(True for _ in subject.lines("sm_90a")))
 _PARTS = 12  # of a check's rehearsal
-Lines = Callable[[str], Iterable[Options]]
 
 
-def _judge(calls: Iterable[tuple[str, Lines]], place: Place) -> None:
+def _judge(calls: Iterable[tuple[str, product_lines.Lines]], place: Place) -> None:
     every = [Problem(call, options) for call, lines in calls for options in lines(place.arch)]
     for problem in place.some(every):
         place.judge.now(str(problem))
         SUBJECTS[problem.call].judge(problem.options, place)
 
 
-def check_of(call: str, lines: Lines | None = None) -> Check:
+def check_of(call: str, lines: product_lines.Lines | None = None) -> Check:
     """Fixed problems of a call: all that it has on an architecture, or those of ``lines``."""
     return Check(partial(_judge, [(call, lines or SUBJECTS[call].lines)]), _PARTS)
 

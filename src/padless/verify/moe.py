@@ -5,6 +5,7 @@ Each raises AssertionError. Inputs are random, with ids that are no expert among
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,12 +23,12 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.kernels.table import ROUTES, kernels_arch
 from padless.moe import (
     Activation,
     activate_quantize,
     combine,
     combine_backward,
+    gather_backward,
     gather_quantize,
     moe,
     route,
@@ -41,6 +42,7 @@ from padless.testing.bits import differing
 from padless.testing.guarded import POISON
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
+from padless.verify.tiles import pairs_of
 
 DEVICE = "cuda"
 # (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
@@ -95,101 +97,114 @@ def same_quantized(name: str, got: BlockScaledTensor, want: BlockScaledTensor) -
 # --- passes ----------------------------------------------------------------------------------------------
 
 
-def check_routings() -> str:
+def check_routing(name: str, ids: torch.Tensor, experts: int) -> None:
     """Routing on the GPU is its twin, bit for bit."""
-    for seed, (tokens, top_k, experts) in enumerate(ROUTINGS):
-        for ids in (draw_ids(tokens, top_k, experts, seed), torch.full((tokens, top_k), experts // 2)):
-            want = twins.route(ids, experts)
-            for dtype in (torch.int64, torch.int32):
-                got = route(ids.to(DEVICE, dtype), experts)
-                for name, one, other in zip(got._fields, got, want, strict=True):
-                    same_bits(f"{name} of {tokens} tokens, k {top_k}, {experts} experts", one, other)
-    return f"{4 * len(ROUTINGS)} routings, bit for bit"
+    want = twins.route(ids, experts)
+    for dtype in (torch.int64, torch.int32):
+        got = route(ids.to(DEVICE, dtype), experts)
+        for part, one, other in zip(got._fields, got, want, strict=True):
+            same_bits(f"{part}, {name}", one, other)
+
+
+def check_rows(
+    name: str, ids: torch.Tensor, experts: int, x: torch.Tensor, format: BlockScaledFormat, layout: ScaleLayout
+) -> None:
+    """Quantizing gathered rows of x (T, N) on the GPU has the bits of gathering and quantizing on the CPU."""
+    _, rows, inverse = twins.route(ids, experts)
+    options: dict[str, Any] = {"scale_layout": layout, "global_scale": _scale_of(format)}
+    want = quantize(x[rows.long()], format, **options)
+    if format == NVFP4:
+        options["global_scale"] = options["global_scale"].to(DEVICE)
+    there = x.to(DEVICE)
+    routing, routed = route_quantize(there, ids.to(DEVICE), experts, format, **options)
+    same_bits(f"tokens of route_quantize, {name}", routing.tokens, rows)
+    same_bits(f"inverse of route_quantize, {name}", routing.inverse, inverse)
+    for call, got in (
+        ("route_quantize", routed),
+        ("gather_quantize", gather_quantize(there, routing.inverse, format, **options)),
+        ("quantize(rows=)", quantize(there, format, rows=routing.tokens, **options)),
+    ):
+        same_quantized(f"{call} to {format.name} {layout}, {name}", got, want)
+
+
+def check_activation(name: str, x: torch.Tensor, activation: Activation, format: BlockScaledFormat | None) -> None:
+    """An activation of x (M, N) on the GPU, quantized or in bfloat16, is its twin, bit for bit."""
+    values = twins.activated(x, activation, in_bfloat16=format is None)
+    scale = None if format is None else _scale_of(format)
+    on_gpu = None if scale is None else scale.to(DEVICE)
+    got = activate_quantize(x.to(DEVICE), activation, format, global_scale=on_gpu)
+    if isinstance(got, torch.Tensor):
+        same_bits(f"{activation}, {name}", got, values)
+    else:
+        assert format is not None
+        want = quantize(values, format, global_scale=scale)
+        same_quantized(f"{activation} as {format.name}, {name}", got, want)
+
+
+def check_sum(
+    name: str, ids: torch.Tensor, experts: int, n: int, dtype: torch.dtype, weights_dtype: torch.dtype, seed: int
+) -> None:
+    """Sums over k and their gradients on the GPU are their twins, bit for bit; rows of no expert are not counted."""
+    generator, tokens = torch.Generator().manual_seed(seed), len(ids)
+    inverse = twins.route(ids, experts)[2]
+    y = torch.randn(ids.numel(), n, generator=generator).to(dtype)
+    weights = torch.rand(ids.shape, generator=generator)
+    dropped = inverse < 0
+    y[-1 - inverse[dropped].long()] = float("nan")
+    weights[dropped] = float("nan")
+    weights = weights.to(weights_dtype)
+    shared = torch.randn(tokens, n, generator=generator).to(dtype)
+    there = [t.to(DEVICE) for t in (y, inverse, weights, shared)]
+    want = twins.combine(y, inverse, weights, shared, dtype)
+    assert want.isfinite().all(), f"{name}: rows of no expert are counted"
+    same_bits(f"combine, {name}", combine(*there), want)
+    want = twins.combine(y, inverse, None, None, torch.float32)
+    same_bits(f"sum, {name}", combine(there[0], there[1], None, out_dtype=torch.float32), want)
+    gradients = (*combine_backward(there[3], *there[:3]), gather_backward(*there[:2]))
+    expected = (*twins.combine_backward(shared, y, inverse, weights), twins.combine(y, inverse, None, None, dtype))
+    for part, one, other in zip(("dy", "dweights", "gather_backward"), gradients, expected, strict=True):
+        same_bits(f"{part}, {name}", one, other)
 
 
 def _scale_of(format: BlockScaledFormat) -> torch.Tensor | None:
     return torch.tensor(0.003) if format == NVFP4 else None
 
 
-def _on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.to(DEVICE)
+def check_routings() -> str:
+    for seed, (tokens, top_k, experts) in enumerate(ROUTINGS):
+        for ids in (draw_ids(tokens, top_k, experts, seed), torch.full((tokens, top_k), experts // 2)):
+            check_routing(f"{tokens} tokens, k {top_k}, {experts} experts", ids, experts)
+    return f"{4 * len(ROUTINGS)} routings, bit for bit"
 
 
 def check_gathers() -> str:
-    """Quantizing gathered rows on the GPU has the bits of gathering and quantizing on the CPU."""
-    count = 0
     for seed, (tokens, top_k, experts, k) in enumerate(GATHERS):
         ids = draw_ids(tokens, top_k, experts, seed)
-        rows = twins.route(ids, experts)[1]
         for format, dtype in zip(FORMATS, (*DTYPES, *DTYPES), strict=False):
             x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
             x[tokens // 2, 3] = float("nan")
             layouts: tuple[ScaleLayout, ...] = ("plain",) if format == FP8_BLOCK else ("plain", "blocked")
             for layout in layouts:
-                scale = _scale_of(format)
-                want = quantize(x[rows.long()], format, scale_layout=layout, global_scale=scale)
-                options: dict[str, Any] = {"scale_layout": layout, "global_scale": _on_gpu(scale)}
-                there = x.to(DEVICE)
-                routing, routed = route_quantize(there, ids.to(DEVICE), experts, format, **options)
-                name = f"{format.name} {layout} of {tokens} tokens"
-                same_quantized(f"route_quantize {name}", routed, want)
-                same_bits(f"tokens of {name}", routing.tokens, rows)
-                gathered = gather_quantize(there, routing.inverse, format, **options)
-                same_quantized(f"gather_quantize {name}", gathered, want)
-                by_rows = quantize(there, format, rows=routing.tokens, **options)
-                same_quantized(f"quantize(rows=) {name}", by_rows, want)
-                count += 3
-    return f"{count} gathers, bit for bit"
+                check_rows(f"{tokens} tokens", ids, experts, x, format, layout)
+    return f"{len(GATHERS)} gathers in {len(FORMATS)} formats, bit for bit"
 
 
 def check_activations() -> str:
-    """Activations on the GPU, as values and quantized, are their twins, bit for bit."""
-    count = 0
     for seed, activation in enumerate(ACTIVATIONS):
         for m, n, dtype in ((5, 512, torch.bfloat16), (700, 2880 * 2, torch.bfloat16), (33, 1152, torch.float32)):
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(m, n, generator=generator) * torch.logspace(-3, 2, n)
+            x = torch.randn(m, n, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 2, n)
             x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-            x = x.to(dtype)
-            values = twins.activated(x, activation, in_bfloat16=True)
-            got = activate_quantize(x.to(DEVICE), activation, None)
-            assert isinstance(got, torch.Tensor)
-            same_bits(f"{activation}", got, values)
-            exact = twins.activated(x, activation, in_bfloat16=False)
-            for format in FORMATS:
-                scale = _scale_of(format)
-                quantized = activate_quantize(x.to(DEVICE), activation, format, global_scale=_on_gpu(scale))
-                assert isinstance(quantized, BlockScaledTensor)
-                same_quantized(f"{activation} as {format.name}", quantized, quantize(exact, format, global_scale=scale))
-                count += 1
-    return f"{count} activations, bit for bit"
+            for format in (None, *FORMATS):
+                check_activation(f"{(m, n)}", x.to(dtype), activation, format)
+    return f"{len(ACTIVATIONS)} activations in {len(FORMATS)} formats and bfloat16, bit for bit"
 
 
 def check_sums() -> str:
-    """Sums over k and their gradients on the GPU are their twins, bit for bit."""
-    count = 0
-    for seed, (tokens, top_k, experts, n) in enumerate(GATHERS):
-        for dtype, weights_dtype in zip(DTYPES, (torch.float32, torch.bfloat16, torch.float32), strict=True):
-            generator = torch.Generator().manual_seed(seed)
-            inverse = twins.route(draw_ids(tokens, top_k, experts, seed), experts)[2]
-            y = torch.randn(tokens * top_k, n, generator=generator).to(dtype)
-            weights = torch.rand(tokens, top_k, generator=generator)
-            dropped = inverse < 0
-            y[-1 - inverse[dropped].long()] = float("nan")
-            weights[dropped] = float("nan")
-            weights = weights.to(weights_dtype)
-            shared = torch.randn(tokens, n, generator=generator).to(dtype)
-            there = [t.to(DEVICE) for t in (y, inverse, weights, shared)]
-            name = f"{tokens} tokens, k {top_k}, {dtype}"
-            same_bits(f"combine {name}", combine(*there), twins.combine(y, inverse, weights, shared, dtype))
-            want = twins.combine(y, inverse, None, None, torch.float32)
-            same_bits(f"sum {name}", combine(there[0], there[1], None, out_dtype=torch.float32), want)
-            gradients = combine_backward(there[3], *there[:3])
-            expected = twins.combine_backward(shared, y, inverse, weights)
-            for part, one, other in zip(("dy", "dweights"), gradients, expected, strict=True):
-                same_bits(f"{part} {name}", one, other)
-            count += 1
-    return f"{count} sums with gradients, bit for bit"
+    both = zip(DTYPES, (torch.float32, torch.bfloat16, torch.float32), strict=True)
+    for (seed, (tokens, top_k, experts, n)), dtypes in itertools.product(enumerate(GATHERS), both):
+        ids = draw_ids(tokens, top_k, experts, seed)
+        check_sum(f"{tokens} tokens, k {top_k}, {dtypes[0]}", ids, experts, n, *dtypes, seed)
+    return f"{len(DTYPES) * len(GATHERS)} sums with gradients, bit for bit"
 
 
 # By name; Triton compiles the passes while they run, so each is a check of its own, beside the others.
@@ -235,7 +250,8 @@ class Layer:
 
 GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 # (weights, activations, (tokens, k, experts, H, I), other options, whether with biases)
-CASES: tuple[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool], ...] = (
+Case = tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]
+CASES: tuple[Case, ...] = (
     (FP8_BLOCK, None, (37, 4, 9, 384, 256), {}, False),
     (FP8_BLOCK, None, (300, 6, 16, 640, 384), {}, True),
     (FP8_BLOCK, None, (90, 2, 5, 272, 128), {"activation": "relu2"}, False),
@@ -252,10 +268,15 @@ BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0
 
 def layers(arch: str) -> Iterator[Layer]:
     """The layers whose pairs of formats have kernels on ``arch``; on the CPU."""
-    pairs = {(p.a, p.b) for p in ROUTES if p.operation == "grouped_gemm" and p.arch == kernels_arch(arch)}
-    for seed, (weights, activations, sizes, options, with_bias) in enumerate(CASES):
-        if (activations_of(weights, activations), weights.name) in pairs:
-            yield draw_layer(weights, activations, sizes, options, with_bias, seed)
+    for seed, case in enumerate(CASES):
+        if case in cases(arch):
+            yield draw_layer(*case, seed)
+
+
+def cases(arch: str) -> list[Case]:
+    """Those of the cases whose pairs of formats have kernels on ``arch``."""
+    pairs = pairs_of(arch, "grouped_gemm")
+    return [case for case in CASES if (activations_of(*case[:2]), case[0].name) in pairs]
 
 
 def activations_of(weights: BlockScaledFormat, activations: Any) -> str:

@@ -13,28 +13,17 @@ from typing import Any
 import torch
 
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
-from padless.kernels.table import ROUTES, kernels_arch
-from padless.moe import (
-    combine,
-    combine_backward,
-    gather_backward,
-    gather_quantize,
-    moe,
-    ops,
-    route,
-    route_quantize,
-    twins,
-)
+from padless.kernels.table import kernels_arch
+from padless.moe import moe, ops, route
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K
-from padless.moe.gather import activate_quantize
-from padless.quantization.quantize import dequantize, quantize
+from padless.quantization.quantize import dequantize
 from padless.runtime.driver import cuda_driver
+from padless.verify import epilogue
 from padless.verify import moe as layers
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
-from padless.verify.moe import Layer, draw_layer, same_bits, same_quantized
-from padless.verify.moe_gates import check_gates
+from padless.verify.moe import Layer, draw_layer, same_bits
 
 EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
 DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
@@ -69,71 +58,18 @@ def edges() -> Iterator[tuple[str, torch.Tensor]]:
 
 def check_edges() -> str:
     """Every pass at every edge has the bits of its twin."""
-    count = 0
     for seed, (name, ids) in enumerate(edges()):
-        for check in (_check_rows, _check_sums, _check_activations):
-            check(name, ids, seed)
-            count += 1
-    return f"{count} edges of passes, bit for bit"
-
-
-def _given(format: BlockScaledFormat) -> torch.Tensor | None:
-    return torch.tensor(0.003) if format == NVFP4 else None
-
-
-def _there(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.to(layers.DEVICE)
-
-
-def _check_rows(name: str, ids: torch.Tensor, seed: int) -> None:
-    want = twins.route(ids, EXPERTS)
-    routing = route(ids.to(layers.DEVICE), EXPERTS)
-    for part, got, expected in zip(routing._fields, routing, want, strict=True):
-        same_bits(f"{part}, {name}", got, expected)
-    x = torch.randn(len(ids), COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    there = x.to(layers.DEVICE)
-    for format in FORMATS:
-        scale = _given(format)
-        rows = quantize(x[want[1].long()], format, global_scale=scale)
-        more: dict[str, Any] = {"global_scale": _there(scale)}
-        again, routed = route_quantize(there, ids.to(layers.DEVICE), EXPERTS, format, **more)
-        same_bits(f"inverse of route_quantize, {name}", again.inverse, want[2])
-        for call, got_rows in (
-            ("route_quantize", routed),
-            ("gather_quantize", gather_quantize(there, routing.inverse, format, **more)),
-            ("quantize(rows=)", quantize(there, format, rows=routing.tokens, **more)),
-        ):
-            same_quantized(f"{call} to {format.name}, {name}", got_rows, rows)
-
-
-def _check_sums(name: str, ids: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    inverse = twins.route(ids, EXPERTS)[2]
-    y = torch.randn(ids.numel(), COLUMNS, generator=generator).bfloat16()
-    y[-1 - inverse[inverse < 0].long()] = float("nan")
-    weights = torch.rand(ids.shape, generator=generator)
-    shared = torch.randn(len(ids), COLUMNS, generator=generator).bfloat16()
-    there = [t.to(layers.DEVICE) for t in (y, inverse, weights, shared)]
-    want = twins.combine(y, inverse, weights, shared, y.dtype)
-    assert want.isfinite().all(), f"{name}: rows of no expert are counted"
-    same_bits(f"combine, {name}", combine(*there), want)
-    gradients = combine_backward(there[3], *there[:3])
-    for part, got, expected in zip(
-        ("dy", "dweights"), gradients, twins.combine_backward(shared, y, inverse, weights), strict=True
-    ):
-        same_bits(f"{part}, {name}", got, expected)
-    dx = gather_backward(*there[:2])
-    same_bits(f"gather_backward, {name}", dx, twins.combine(y, inverse, None, None, y.dtype))
-
-
-def _check_activations(name: str, ids: torch.Tensor, seed: int) -> None:
-    x = torch.randn(ids.numel(), COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    for activation in (Activation(), layers.ACTIVATIONS[seed % len(layers.ACTIVATIONS)]):
-        got = activate_quantize(x.to(layers.DEVICE), activation, FP8_BLOCK)
-        assert not isinstance(got, torch.Tensor)
-        same_quantized(
-            f"{activation}, {name}", got, quantize(twins.activated(x, activation, in_bfloat16=False), FP8_BLOCK)
+        layers.check_routing(name, ids, EXPERTS)
+        x, rows = (
+            torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
+            for count in (len(ids), ids.numel())
         )
+        for format in FORMATS:
+            layers.check_rows(name, ids, EXPERTS, x, format, "plain")
+        layers.check_sum(name, ids, EXPERTS, COLUMNS, torch.bfloat16, torch.float32, seed)
+        for activation in (Activation(), layers.ACTIVATIONS[seed % len(layers.ACTIVATIONS)]):
+            layers.check_activation(name, rows, activation, FP8_BLOCK)
+    return f"{len(list(edges()))} edges of {len(layers.PASSES)} passes, bit for bit"
 
 
 # --- the layer -------------------------------------------------------------------------------------------
@@ -141,19 +77,13 @@ def _check_activations(name: str, ids: torch.Tensor, seed: int) -> None:
 
 def layers_at_edges(arch: str) -> Iterator[tuple[str, Layer]]:
     """A layer for each format of weights that has kernels on ``arch``, at every edge; on the CPU."""
-    for weights, activations, _, options, with_bias in cases(arch):
+    for weights, activations, _, options, with_bias in layers.cases(arch):
         sizes = (max(len(ids) for _, ids in edges()), MAX_TOP_K, EXPERTS, COLUMNS, HIDDEN)
         whole = draw_layer(weights, activations, sizes, options, with_bias, 5)
         for name, ids in edges():
             tokens, top_k = ids.shape
             some = replace(whole, x=whole.x[:tokens], weights=whole.weights[:tokens, :top_k].contiguous(), ids=ids)
             yield f"{weights.name} {options}, {name}", some
-
-
-def cases(arch: str) -> list[tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]]:
-    """The cases of `padless.verify.moe` whose pairs of formats have kernels on ``arch``."""
-    pairs = {(r.a, r.b) for r in ROUTES if r.operation == "grouped_gemm" and r.arch == kernels_arch(arch)}
-    return [case for case in layers.CASES if (layers.activations_of(*case[:2]), case[0].name) in pairs]
 
 
 def check_layer_edges(place: Place) -> None:
@@ -265,7 +195,7 @@ def check_decode() -> str:
 
 def decoded(arch: str) -> Iterator[tuple[BlockScaledFormat, Any, dict[str, Any], bool]]:
     """(weights, activations, options, whether with biases) of four launches: plain SwiGLU, and gpt-oss' on Hopper."""
-    for weights, activations, _, options, with_bias in cases(arch):
+    for weights, activations, _, options, with_bias in layers.cases(arch):
         is_plain = not options and not with_bias and weights != NVFP4
         is_gpt_oss = options == layers.GPT_OSS and activations is torch.bfloat16
         if is_plain or (is_gpt_oss and kernels_arch(arch) == "sm_90a"):
@@ -316,7 +246,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **layers.PASSES,
     "edges of the MoE layer's passes": check_edges,
     "operators of the MoE layer": check_operators,
-    "gated epilogues": Check(check_gates),
+    "gated epilogues": epilogue.GATES,
     "MoE layer": layers.CHECK,
     "MoE layer at edges": Check(check_layer_edges),
     "decoding by the MoE layer": check_decode,

@@ -15,9 +15,9 @@ from padless.emulator.fake_driver import emulated_driver
 from padless.reference.bf16 import grouped_gemm_plain_reference
 from padless.testing.bits import same_bits
 from padless.testing.compile_ahead import Gpu, kernels_of
-from padless.verify.bf16 import fuzz
 from padless.verify.bf16.fuzz import product_lines
 from padless.verify.checks import Check
+from padless.verify.fuzz import products
 from padless.verify.fuzz.subjects import SUBJECTS
 from padless.verify.lines import check_of
 from padless.verify.run import jobs_of
@@ -116,7 +116,7 @@ def one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     one = {"out": "float32", "tile": 2, "properties": ["near", "bits", "changes"], "wide": False}
     lines = [o for o in product_lines("sm_90a") if one.items() <= o.items() and len(o["sizes"]) == 4][:1]
     lines = [o | {"sizes": [33, 0, 70, 1], "n": 24, "k": 72} for o in lines]
-    monkeypatch.setitem(SUBJECTS, CALL, replace(SUBJECTS[CALL], lines=lambda: lines))
+    monkeypatch.setitem(SUBJECTS, CALL, replace(SUBJECTS[CALL], lines=lambda arch: lines))
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_an_element_that_is_a_bit_off_fails_the_check_of_a_gpu(monkeypatch: pyte
             out[1, 2] = torch.nextafter(out[1, 2], torch.tensor(float("inf")))
         return out
 
-    monkeypatch.setattr(fuzz, "grouped_gemm", off)
+    monkeypatch.setattr(products, "grouped_gemm", off)
     with pytest.raises(AssertionError, match=r"sizes=\[33, 0, 70, 1\].* the reference's bits"):
         check_of(CALL).on(EMULATOR)
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from padless.kernels.launch import KernelChoice
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
-from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wgrad_rows_reference
 from padless.verify.bf16.problems import Rows, padded, permuted, poisoned
+from padless.verify.fuzz import products
 from padless.verify.fuzz.case import Change, ends_of, judge_case, turned, whole
-from padless.verify.fuzz.judge import FLOAT32_PRECISION, exact_grouped
-from padless.verify.fuzz.operands import among_nan, spans
+from padless.verify.fuzz.judge import FLOAT32_PRECISION
+from padless.verify.fuzz.operands import Operand, among_nan
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.training import Gradient, gradient_properties
@@ -81,102 +82,49 @@ def _ends(sizes: list[int]) -> list[int]:
     return [sum(sizes[: i + 1]) for i in range(len(sizes))]
 
 
-@dataclass(frozen=True)
-class Plain:
-    """a (M, K) and b (G, N, K), and where groups end. offs None: b (N, K) of a dense product."""
+class Product(products.Product):
+    """`grouped_gemm` of plain tensors."""
 
-    a: torch.Tensor
-    b: torch.Tensor
-    offs: torch.Tensor | None
-    valid: int
-
-
-class Product:
-    """`grouped_gemm` of a problem's options, among NaN. hostile: with offsets that are no partition."""
-
-    def __init__(self, o: Options, place: Place) -> None:
-        self.o, self.place, self.sizes = o, place, o["sizes"]
-        self.ends, self.dtype = _ends(self.sizes), DTYPES[o["out"]]
-        valid, rows = self.ends[-1], self.ends[-1] + o["past"]
-        self._spans = spans(self.ends, rows)
-        generator = place.generator(o["seed"])
-        self.a = _normal(place, (rows, o["k"]), generator, o["wide"])
-        self.a[valid:] = math.nan
-        self.b = _normal(place, (len(self.sizes), o["n"], o["k"]), generator, o["wide"])
-        if 0 <= o["nan_row"] < rows:
-            self.a[o["nan_row"], o["k"] // 2].fill_(math.nan)
-        if 0 <= o["nan_group"] < len(self.sizes):
-            self.b[o["nan_group"], o["n"] // 2, o["k"] // 2].fill_(math.nan)
-        stored = self.b.mT.contiguous() if o["n_major"] else self.b
+    def drawn(self, generator: torch.Generator) -> tuple[Operand, Operand]:
+        o, place = self.o, self.place
+        a = _normal(place, (self.rows, o["k"]), generator, o["wide"])
+        a[self.valid :] = math.nan
+        b = _normal(place, (self.groups, o["n"], o["k"]), generator, o["wide"])
+        if 0 <= o["nan_row"] < self.rows:
+            a[o["nan_row"], o["k"] // 2].fill_(math.nan)
+        if 0 <= o["nan_group"] < self.groups:
+            b[o["nan_group"], o["n"] // 2, o["k"] // 2].fill_(math.nan)
+        stored = b.mT.contiguous() if o["n_major"] else b
         given_a, given_b = (
-            among_nan(place, t, gap // 2, math.nan) for t, gap in zip((self.a, stored), o["gaps"], strict=False)
+            among_nan(place, t, gap // 2, math.nan) for t, gap in zip((a, stored), o["gaps"], strict=False)
         )
-        self.operands = Plain(given_a, given_b.mT if o["n_major"] else given_b, self._offs(self.ends), valid)
-        config = None
-        if o["tile"] and place.has_kernels:
-            block_n, slabs = _TILES[o["tile"] - 1]
-            slabs = 1 if self.dtype != torch.float32 and block_n == 128 else slabs
-            config = Bf16PlainConfig(block_n=block_n, piece_slabs=slabs, out_dtype=self.dtype)
-        self.how: dict[str, Any] = {"backend": place.backend, "config": config}
+        return Operand(a, given_a), Operand(b, given_b.mT if o["n_major"] else given_b)
 
-    def _offs(self, ends: list[int]) -> torch.Tensor:
-        made = self.place.ends(ends)
-        return made.long() if self.o["offs64"] else made
-
-    def run(self, operands: Plain) -> torch.Tensor:
-        p, judge = operands, self.place.judge
-        guarded = self.place.output(p.a.shape[0], self.o["n"], self.dtype, self.o["gaps"][2])
-        out = self._made(guarded.out, p)
-        judge.wrong("the result is not out", out is not guarded.out)
-        judge.written("fences", guarded, p.valid)
-        return out[: p.valid]
-
-    def hostile(self) -> None:
-        """Wrong offsets: nothing outside of the output is written."""
-        guarded = self.place.output(self.a.shape[0], self.o["n"], self.dtype, self.o["gaps"][2])
-        self._made(guarded.out, replace(self.operands, offs=self._offs(self.o["hostile"])))
-        self.place.judge.written("fences with wrong offsets", guarded, anything=True)
-
-    def _made(self, out: torch.Tensor, p: Plain) -> torch.Tensor:
-        if p.offs is None:
-            return gemm(p.a, p.b, out=out, **self.how)
-        return grouped_gemm(p.a, p.b, p.offs, out=out, **self.how)
-
-    def make(self, out: torch.Tensor) -> None:
-        self._made(out, self.operands)
-
-    def made(self, fresh: torch.Tensor) -> torch.Tensor:
-        """Rows past the last group are as `run` found them."""
-        past = fresh.new_full((self.o["past"], self.o["n"]), math.nan)
-        return torch.cat([fresh, past])
+    def kernel_of(self, tile: int | None = None) -> KernelChoice | None:
+        o = self.o
+        if not o["tile"] or not self.place.has_kernels:
+            return None
+        block_n, slabs = _TILES[o["tile"] - 1]
+        slabs = 1 if self.dtype != torch.float32 and block_n == 128 else slabs
+        return Bf16PlainConfig(block_n=block_n, piece_slabs=slabs, out_dtype=self.dtype)
 
     def near(self, out: torch.Tensor) -> None:
-        exact = partial(exact_grouped, self.a.double(), self.b.double(), self._spans)
-        self.place.judge.product("float64", out, exact, _PRECISION)
+        self.place.judge.product("float64", out, self.exact, _PRECISION)
 
     def reference(self) -> torch.Tensor:
-        how = "tensor_core" if self.place.has_kernels else "float64"
-        p = self.operands
-        assert p.offs is not None
-        return grouped_gemm_plain_reference(p.a, p.b, p.offs, out_dtype=torch.float32, accumulation=how)[: p.valid]
+        how, p = "tensor_core" if self.place.has_kernels else "float64", self.operands
+        return grouped_gemm_plain_reference(p.a, p.b, self.offs, out_dtype=torch.float32, accumulation=how)[: p.valid]
 
     def changes(self) -> Iterator[Change]:
-        p, valid = self.operands, self.operands.valid
-        yield "contiguous operands", partial(self.run, replace(p, a=self.a, b=self.b)), whole, whole
+        p, plain = self.operands, self.a.plain
+        yield "contiguous operands", partial(self.run, replace(p, a=plain, b=self.b.plain)), whole, whole
         yield "weights in the other order", partial(self.run, replace(p, b=_other_order(p.b))), whole, whole
-        order = Plain(self.a[:valid].flip(0), self.b.flip(0), self._offs(_ends(self.sizes[::-1])), valid)
-        yield "groups in reverse", partial(self.run, order), turned, whole
         for group in ends_of(self.sizes):
-            start, end = self._spans[group]
-            rows = itemgetter(slice(start, end))
-            a = torch.full_like(self.a, math.nan)
-            a[start:end] = self.a[start:end]
-            yield "NaN in all other groups", partial(self.run, replace(p, a=a)), rows, rows
-            for first in sorted({start, max(start, end - 9), end - 1}):
-                own, some = a[first:end].clone(), itemgetter(slice(first, end))
-                alone = Plain(own, p.b[group][None], self._offs([end - first]), end - first)
-                yield "rows alone", partial(self.run, alone), whole, some
-                yield "as a dense product", partial(self.run, replace(alone, b=p.b[group], offs=None)), whole, some
+            its = slice(*self.spans[group])
+            a = torch.full_like(plain, math.nan)
+            a[its] = plain[its]
+            yield "NaN in all other groups", partial(self.run, replace(p, a=a)), itemgetter(its), itemgetter(its)
+        yield from self.surroundings()
 
 
 def _other_order(b: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -15,10 +14,8 @@ from padless.verify.emulator.kernels import backend_of, emulation_cost, settings
 from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place, place_of
 from padless.verify.fuzz.problem import Options, Problem
-from padless.verify.fuzz.product_lines import emulated, emulated_fp8_block
+from padless.verify.fuzz.product_lines import EMULATED, Lines
 from padless.verify.fuzz.products import Product
-
-Lines = Callable[[str], Iterable[Options]]
 
 
 def emulate(arch: str, o: Options) -> torch.Tensor:
@@ -58,7 +55,4 @@ def comparison_of(lines: Lines) -> Comparison:
     return Comparison(partial(compare, lines), partial(_jobs, lines), emulate)
 
 
-COMPARISONS = {
-    "emulator agrees": comparison_of(emulated_fp8_block),
-    "emulator agrees on formats": comparison_of(emulated),
-}
+COMPARISONS = {name: comparison_of(lines) for name, lines in EMULATED.items()}

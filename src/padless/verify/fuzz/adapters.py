@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from padless.formats import FORMAT_BY_NAME
-from padless.layouts import plain_scale
 from padless.nn.lora import LoraGroupedLinear
 from padless.quantization.quantize import quantize
-from padless.verify.fuzz import exact
 from padless.verify.fuzz.operands import spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
+from padless.verify.fuzz.whole_layer import decoded_weights
 
 _PAIRS = (("FP8_BLOCK", None), ("MXFP8", None), ("NVFP4", None), ("MXFP4", "BF16"), ("NVFP4", "BF16"), ("MXFP4", None))
 # Of a row's error relative to the root of the sum of its terms' squares. A rounding is at most 2^-9 in bfloat16, of
@@ -95,9 +94,7 @@ def _exact(
     o: Options, x: torch.Tensor, dy: torch.Tensor, weight: Any, a: torch.Tensor, b: torch.Tensor, bias: Any
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Values, and sums of squares of the terms of each; A and B in bfloat16, as they are multiplied, and scaling 1."""
-    scale = exact.spread(exact.scales(plain_scale(weight)), weight.format, "weight", weight.logical_shape)
-    w = exact.decoded(weight.data, weight.format) * scale
-    w = w if weight.global_scale is None else w * weight.global_scale.double().view(-1, 1, 1)
+    w = decoded_weights(weight)
     a, b = a.bfloat16().double(), b.bfloat16().double()
     found: dict[str, list[torch.Tensor]] = {}
 

@@ -32,7 +32,7 @@ _N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
 
 
 def constants(gate_ups: tuple[str | None, ...], draw: Draw) -> Options:
-    """What a kernel is compiled for."""
+    """Options that a kernel is compiled for."""
     route = draw.one(routes_of(arch_of(draw), QUANT))
     gate_up = draw.one(gate_ups)
     name = draw.one((None, *FORMAT_BY_NAME))

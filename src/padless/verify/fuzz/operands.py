@@ -279,16 +279,15 @@ def rows_alone(a: Activation, index: torch.Tensor, groups: Sequence[int], offs: 
     return BlockScaledTensor(picked(a.data, index), scale, a.format, shared, offs=of_groups)
 
 
-def groups_alone(b: BlockScaledTensor, groups: Sequence[int]) -> BlockScaledTensor:
-    """The weights of these groups, (len(groups), N, K), in memory of their own."""
-    data, scale = (torch.stack([raw[g] for g in groups]) for raw in (b.data.view(torch.uint8), _raw(b.scale)))
-    return BlockScaledTensor(
-        data.view(b.data.dtype), scale.view(b.scale.dtype), b.format, _shared_of(b, groups), b.scale_layout
-    )
-
-
-def _raw(t: torch.Tensor) -> torch.Tensor:
-    return t if t.dtype == torch.float32 else t.view(torch.uint8)
+def groups_alone(b: Any, groups: Sequence[int]) -> Any:
+    """The weights of these groups, (len(groups), N, K); of several in other memory."""
+    if isinstance(b, BlockScaledTensor):
+        data, scale = groups_alone(b.data, groups), groups_alone(b.scale, groups)
+        return BlockScaledTensor(data, scale, b.format, _shared_of(b, groups), b.scale_layout)
+    if len(groups) == 1:
+        return b[groups[0]][None]
+    raw = b.view(torch.uint8) if b.element_size() == 1 else b
+    return torch.stack([raw[group] for group in groups]).view(b.dtype)
 
 
 def _shared_of(t: BlockScaledTensor, groups: Sequence[int]) -> torch.Tensor | None:
@@ -296,8 +295,10 @@ def _shared_of(t: BlockScaledTensor, groups: Sequence[int]) -> torch.Tensor | No
     return shared if shared is None or shared.numel() == 1 else torch.stack([shared[g] for g in groups])
 
 
-def dense(b: BlockScaledTensor) -> BlockScaledTensor:
+def dense(b: Any) -> Any:
     """(1, N, K) weights as (N, K)."""
+    if isinstance(b, torch.Tensor):
+        return b[0]
     shared = None if b.global_scale is None else b.global_scale.reshape(-1)[:1]
     return BlockScaledTensor(b.data[0], b.scale[0], b.format, shared, b.scale_layout)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
@@ -15,9 +16,7 @@ from padless.kernels.table import BF16, Route, find_route
 from padless.verify.fuzz.problem import DTYPES, Options
 from padless.verify.tiles import configs_of, routes_of
 
-# Of each route: problems that are compared with float64, and with the emulator; of FP8_BLOCK's alone.
-COMPARED, COMPARED_FP8_BLOCK = 10, 200
-_NEAR, _INVARIANT = 6, 2
+_NEAR, _INVARIANT = 6, 2  # problems of each route
 # M, N and K differ everywhere; tails in every dimension; groups of 0, 1, 127, 129 rows; tensors under 128 KiB.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
     ((1,), 0, 8, 16),
@@ -37,6 +36,7 @@ _SMALL: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
 )
 _WRONG = ([300, 10, -5, 200], [-1, -1, -1, -1], [2**31 - 1] * 4, [0, 2**30, -(2**31), 5], [256, 128, 64, 0])
 _SMALL_PAIRS = (("NVFP4", "NVFP4"), ("MXFP8", "MXFP8"), (BF16, "MXFP4"), ("FP8_BLOCK", "NVFP4"))
+Lines = Callable[[str], Iterable[Options]]
 _FP8 = find_route("grouped_gemm", "sm_90a", "FP8_BLOCK", "FP8_BLOCK")
 
 
@@ -66,10 +66,6 @@ def _configs_agree(arch: str) -> Iterator[Options]:
         yield from _shapes("tiles", out=out)
 
 
-def _padding(arch: str) -> Iterator[Options]:
-    return _shapes("changes")
-
-
 def _wrong_offsets(arch: str) -> Iterator[Options]:
     for wrong, tile in itertools.product(_WRONG, range(1, 5)):
         yield _line(_FP8, [64] * 4, 136, 272, tile=tile, hostile=wrong)
@@ -78,14 +74,6 @@ def _wrong_offsets(arch: str) -> Iterator[Options]:
 def _repeats(arch: str) -> Iterator[Options]:
     for tile in range(1, len(configs_of(_FP8))):
         yield _line(_FP8, [300, 0, 7, 129, 127, 64, 1], 1000, 1040, "repeats", tile=tile, times=50)
-
-
-def _replay(arch: str) -> Iterator[Options]:
-    yield _line(_FP8, [100, 0, 57, 99], 264, 400, "replay")
-
-
-def _threads(arch: str) -> Iterator[Options]:
-    yield _line(_FP8, [31, 130, 1], 136, 272, "threads", times=50)
 
 
 def _dense(arch: str) -> Iterator[Options]:
@@ -120,21 +108,26 @@ def random_line(route: Route, seed: int, *properties: str) -> Options:
     return o | {"a_layout": a_layout, "b_layout": b_layout} | plain
 
 
-def _formats(arch: str) -> Iterator[Options]:
-    """Every grouped route but the first kernel's."""
-    for route in routes_of(arch):
-        if route != _FP8:
-            yield from (random_line(route, seed, "near") for seed in range(_NEAR))
+def _random(count: int, properties: tuple[str, ...], arch: str) -> Iterator[Options]:
+    """Of every grouped route but the first kernel's."""
+    routes = (route for route in routes_of(arch) if route != _FP8)
+    return (random_line(route, seed, *properties) for route in routes for seed in range(count))
 
 
-def emulated(arch: str) -> Iterator[Options]:
-    for route in routes_of(arch):
-        if route != _FP8:
-            yield from (random_line(route, seed) for seed in range(COMPARED))
+def _random_fp8(arch: str) -> Iterator[Options]:
+    return (random_line(_FP8, seed) for seed in range(200))
 
 
-def emulated_fp8_block(arch: str) -> Iterator[Options]:
-    return (random_line(_FP8, seed) for seed in range(COMPARED_FP8_BLOCK))
+def _padding(arch: str) -> Iterable[Options]:
+    return _shapes("changes")
+
+
+def _replay(arch: str) -> Iterable[Options]:
+    return [_line(_FP8, [100, 0, 57, 99], 264, 400, "replay")]
+
+
+def _threads(arch: str) -> Iterable[Options]:
+    return [_line(_FP8, [31, 130, 1], 136, 272, "threads", times=50)]
 
 
 def invariant_line(route: Route, seed: int, factor: int = 1) -> Options:
@@ -218,8 +211,7 @@ def small_lists(arch: str) -> Iterator[Options]:
     return (o | {"properties": []} for o in itertools.islice(_lists(arch) if arch == "sm_100a" else (), 1))
 
 
-Lines = Callable[[str], Iterator[Options]]
-# By check: the call, and its problems on an architecture.
+# By check: the call, and its problems on an architecture. No lambda: processes that compile ahead get these pickled.
 CHECKS: dict[str, tuple[str, Lines]] = {
     "accuracy": ("grouped_gemm", _accuracy),
     "configs agree": ("grouped_gemm", _configs_agree),
@@ -229,8 +221,10 @@ CHECKS: dict[str, tuple[str, Lines]] = {
     "graph replay": ("grouped_gemm", _replay),
     "streams and threads": ("grouped_gemm", _threads),
     "dense": ("gemm", _dense),
-    "formats": ("grouped_gemm", _formats),
+    "formats": ("grouped_gemm", partial(_random, _NEAR, ("near",))),
     "batch invariance": ("grouped_gemm", _invariance),
     "dense MXFP8": ("gemm", _dense_mxfp8),
     "lists of problems": ("grouped_gemm_list", _lists),
 }
+# Problems that are compared with the emulator.
+EMULATED: dict[str, Lines] = {"emulator agrees": _random_fp8, "emulator agrees on formats": partial(_random, 10, ())}

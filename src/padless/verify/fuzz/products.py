@@ -56,7 +56,7 @@ def cuda_arch() -> str:
 
 
 def pair(draw: Draw, operation: str) -> Options:
-    """What a kernel is compiled for: formats, output, the layout of the weights' scales, the tile."""
+    """Options that a kernel is compiled for: formats, output, the layout of the weights' scales, the tile."""
     route = draw.one(routes_of(arch_of(draw), operation))
     blocked = route.b != "FP8_BLOCK" and draw.maybe(0.4)
     out = draw.one(tuple(DTYPES))
@@ -122,7 +122,7 @@ class Grouped:
     """a (M, K) and b (G, N, K), where groups end, and rows in them. offs None: b (N, K) of a dense product."""
 
     a: Any
-    b: BlockScaledTensor
+    b: Any
     offs: torch.Tensor | None
     valid: int
     config: KernelChoice | None
@@ -131,25 +131,34 @@ class Grouped:
 class Product:
     """`grouped_gemm` of a problem's options, among NaN. hostile: with offsets that are no partition."""
 
+    a: Any
+    b: Any
+
     def __init__(self, o: Options, place: Place) -> None:
-        self.o, self.place, self.sizes = o, place, o["sizes"]
+        self.o, self.place, self.sizes, self.dtype = o, place, o["sizes"], DTYPES[o["out"]]
         self.ends = list(itertools.accumulate(self.sizes))
         self.valid, self.groups = self.ends[-1], len(self.sizes)
         self.rows = self.valid + o["past"]
         self.spans = spans(self.ends, self.rows)
         self.offs = self._offs(o.get("hostile") or self.ends)
-        drawing, generator = o.get("drawn", "codes"), operands.generator_of(place, o)
-        self.a = operands.activation(
-            place, o["a"], self.rows, o["k"], generator, ends=o.get("hostile") or self.ends, offs=self.offs,
+        self.a, self.b = self.drawn(operands.generator_of(place, o))
+        self.operands = Grouped(self.a.given, self.b.given, self.offs, self.valid, self.kernel_of())
+
+    def drawn(self, generator: torch.Generator) -> tuple[Operand, Operand]:
+        o, drawing = self.o, self.o.get("drawn", "codes")
+        a = operands.activation(
+            self.place, o["a"], self.rows, o["k"], generator, ends=o.get("hostile") or self.ends, offs=self.offs,
             layout=o["a_layout"], gap=o["gaps"][0], globals_=o["globals"], nan_row=o["nan_row"], drawing=drawing,
         )  # fmt: skip
-        self.b = operands.weight(
-            place, o["b"], self.groups, o["n"], o["k"], generator, layout=o["b_layout"], gap=o["gaps"][1],
+        b = operands.weight(
+            self.place, o["b"], self.groups, o["n"], o["k"], generator, layout=o["b_layout"], gap=o["gaps"][1],
             globals_=o["b_globals"], nan_group=o["nan_group"], drawing=drawing,
         )  # fmt: skip
-        self.dtype = DTYPES[o["out"]]
-        config = config_of(place, o)
-        self.operands = Grouped(self.a.given, self.b.given, self.offs, self.valid, config)
+        return a, b
+
+    def kernel_of(self, tile: int | None = None) -> KernelChoice | None:
+        """The problem's configuration. tile: 0 for the kernel alone, which the other calls take too."""
+        return config_of(self.place, self.o, tile=tile)
 
     def _offs(self, ends: list[int]) -> torch.Tensor:
         made = self.place.ends(ends)
@@ -202,12 +211,18 @@ class Product:
         """Of operands that are drawn as "exact"."""
         return self.exact().values
 
-    # The same rows in other surroundings. Rows are multiplied by the weights of their own group, so all are compared.
-
     def changes(self) -> Iterator[Change]:
         yield "plain operands", partial(self.run, replace(self.operands, a=self.a.plain, b=self.b.plain)), whole, whole
         for layout in self._layouts():
             yield f"scales {layout}", partial(self._run_in_layout, layout), whole, whole
+        yield from self.surroundings()
+        if (self.o["a"], self.o["b"]) in pairs_of(self.place.arch, QUANT) and self.valid and self.o["n"] % 16 == 0:
+            yield "D of the quantizing call", self._quantizing_values, whole, whole
+            if self.dtype == torch.float32:
+                yield "codes of the quantizing call", self._quantizing_codes, whole, _codes_of
+
+    def surroundings(self) -> Iterator[Change]:
+        """The same rows elsewhere. They are multiplied by the weights of their own group, so all are compared."""
         rows = {group: range(*span) for group, span in enumerate(self.spans)}
         filled = [group for group in rows if rows[group]]
         if not filled:
@@ -232,13 +247,13 @@ class Product:
             yield self._arranged("a group alone", [(group, rows[group])])
         for own in (rows[largest], rows[largest][-1:]):
             yield self._arranged("as a dense product", [(largest, own)], dense=True)
-        if self.place.arch == "sm_100a" and self.operands.config is None and self.o["a"] != BF16:
+        if (
+            self.place.arch == "sm_100a"
+            and self.operands.config is None
+            and isinstance(self.a.plain, BlockScaledTensor)
+        ):
             its = self._index([row for group in some for row in rows[group]])
             yield "in a list", partial(self._in_a_list, [(group, rows[group]) for group in some]), whole, its
-        if (self.o["a"], self.o["b"]) in pairs_of(self.place.arch, QUANT) and self.o["n"] % 16 == 0:
-            yield "D of the quantizing call", self._quantizing_values, whole, whole
-            if self.dtype == torch.float32:
-                yield "codes of the quantizing call", self._quantizing_codes, whole, _codes_of
 
     def tiles(self) -> Iterator[Change]:
         """Every configuration, and the other order of FP8_BLOCK's scales."""
@@ -278,15 +293,10 @@ class Product:
         groups, ends = [group for group, _ in parts], [*itertools.accumulate(len(own) for _, own in parts)]
         offs, index = self._offs(ends), self.place.ends([*rows]).long()
         a = operands.rows_alone(self.a.plain, index, groups, offs)
-        b = operands.groups_alone(self.b.given, groups)
+        b = self.b.given if groups == [*range(self.groups)] else operands.groups_alone(self.b.given, groups)
         if dense:
-            return Grouped(a, operands.dense(b), None, ends[-1], self._kernel)
+            return Grouped(a, operands.dense(b), None, ends[-1], self.kernel_of(0))
         return Grouped(a, b, offs, ends[-1], self.operands.config)
-
-    @property
-    def _kernel(self) -> KernelChoice | None:
-        """The kernel, not its tile, for the other calls."""
-        return config_of(self.place, self.o, tile=0)
 
     def _in_a_list(self, parts: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
         products = [self._rearranged([part], part[1], True) for part in parts]
@@ -298,7 +308,7 @@ class Product:
         return torch.cat(outs)
 
     def _quantizing(self, **outputs: Any) -> Any:
-        how: dict[str, Any] = {"return_amax": False, "backend": self.place.backend, "config": self._kernel}
+        how: dict[str, Any] = {"return_amax": False, "backend": self.place.backend, "config": self.kernel_of(0)}
         a, b = self.a.plain, self.b.plain
         return grouped_gemm_quant(a_tensor=a, b_tensor=b, padded_offsets=self.offs, **outputs, **how)
 
@@ -353,7 +363,7 @@ class Dense(Product):
         if half:
             own = replace(self._rearranged([(0, half)], half, True), config=p.config)
             yield "rows alone", partial(self.run, own), whole, self._index(half)
-        grouped = Grouped(self.a.given, self.b.given, self.offs, self.valid, self._kernel)
+        grouped = Grouped(self.a.given, self.b.given, self.offs, self.valid, self.kernel_of(0))
         yield "as the only group", partial(self.run, grouped), whole, whole
 
 

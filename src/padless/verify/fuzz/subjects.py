@@ -7,6 +7,7 @@ from functools import partial
 from padless.runtime.choices import BackendName
 from padless.verify.bf16 import fuzz as plain
 from padless.verify.fuzz import (
+    adapted_layers,
     adapters,
     decode,
     epilogues,
@@ -134,6 +135,9 @@ SUBJECTS: dict[str, Subject] = {
     "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
     "nn.LoraGroupedLinear": Subject(
         adapters.constants, adapters.rest, adapters.judge_linear, 3, 2, ("reference", "sm_90a")
+    ),
+    "nn.LoraExperts": Subject(
+        adapted_layers.constants, adapted_layers.rest, adapted_layers.judge_layer, 3, 2, ("reference", "sm_90a")
     ),
 }
 

@@ -155,7 +155,7 @@ class Layer:
     def exact(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
     ) -> torch.Tensor:
-        w13, w2 = (_weights(w) for w in (self.w13, self.w2))
+        w13, w2 = (decoded_weights(w) for w in (self.w13, self.w2))
         total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
         for e in range(self.o["experts"]):
             h = x.double() @ w13[e].t()
@@ -166,7 +166,8 @@ class Layer:
         return total if shared is None else total + shared.double()
 
 
-def _weights(w: BlockScaledTensor) -> torch.Tensor:
+def decoded_weights(w: BlockScaledTensor) -> torch.Tensor:
+    """(E, N, K) float64 of weights' codes."""
     scale = exact.spread(exact.scales(plain_scale(w)), w.format, "weight", w.logical_shape)
     values = exact.decoded(w.data, w.format) * scale
     return values if w.global_scale is None else values * w.global_scale.double().view(-1, 1, 1)

@@ -5,16 +5,18 @@ A call is a function of its route and seed alone, so the GPU, the emulator in an
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE, CudnnRequest, SwigluRequest
-from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors
-from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.epilogue import COLUMN_FORMATS, Epilogue, EpilogueTensors, GateRule
+from padless.formats import FORMAT_BY_NAME, FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import QUANT, ROUTES, Route, kernels_arch
 from padless.ops.epilogue_run import with_outputs
@@ -38,7 +40,10 @@ def quant_routes(arch: str) -> list[Route]:
 
 @dataclass(frozen=True, eq=False)
 class EpilogueProblem:
-    """One call: operands on the CPU, ``gate_up`` None for grouped_gemm_quant, the other options as keywords."""
+    """One call: operands on the CPU, ``gate_up`` None for grouped_gemm_quant, the other options as keywords.
+
+    rule, alternating: of a SwiGLU, for which those calls have no keywords.
+    """
 
     a: BlockScaledTensor | torch.Tensor
     b: BlockScaledTensor
@@ -46,6 +51,8 @@ class EpilogueProblem:
     gate_up: str | None
     options: dict[str, Any]
     seed: int
+    rule: GateRule | None = None
+    alternating: bool = False
 
     @property
     def valid_rows(self) -> int:
@@ -169,6 +176,49 @@ def _configs(route: Route, problem: EpilogueProblem) -> list[Any]:
     return [None] + [Sm90Fp8Config(block_m=m, cluster_n=c) for m in heights for c in ((2,) if swaps else (1, 2))]
 
 
+# --- SwiGLUs with a rule, such as gpt-oss' --------------------------------------------------------------
+
+_RULES = (GateRule(1.702, 7.0, 1.0), GateRule(limit=0.75))
+# Activations, weights, output ("BF16" for bfloat16), order of gate and up.
+_GATED = {
+    "sm_90a": (
+        ("BF16", "MXFP4", "BF16", "alternating"),
+        ("FP8_BLOCK", "MXFP4", "FP8_BLOCK", "alternating"),
+        ("NVFP4", "NVFP4", "NVFP4", "alternating"),
+        ("FP8_BLOCK", "FP8_BLOCK", "FP8_BLOCK", "concatenated"),
+        ("MXFP8", "MXFP8", "MXFP8", "interleaved"),
+    ),
+    "sm_100a": (
+        ("FP8_BLOCK", "FP8_BLOCK", "FP8_BLOCK", "concatenated"),
+        ("MXFP8", "MXFP4", "MXFP8", "interleaved"),
+        ("NVFP4", "NVFP4", "NVFP4", "concatenated"),
+    ),
+}
+
+
+def gated_problems(arch: str) -> Iterator[EpilogueProblem]:
+    """Products of every kernel that stores a layer's SwiGLU, few rows a group as in decoding and many as in prefill."""
+    for (seed, (a, b, out, order)), sizes in itertools.product(
+        enumerate(_GATED[kernels_arch(arch)]), ((1, 0, 9, 2), (200, 0, 130, 7))
+    ):
+        generator, groups, n, k = torch.Generator().manual_seed(seed), len(sizes), 384, 256
+        x = 2 * torch.randn(sum(sizes) + 3, k, generator=generator)
+        w = torch.randn(groups, n, k, generator=generator) / k**0.5
+        bias = torch.randn(groups, n, generator=generator)
+        options: dict[str, Any] = {"bias_tensor": bias, "m_aligned": 1, "return_amax": False}
+        if out == "BF16":
+            options |= {"d_dtype": torch.bfloat16}
+        else:
+            layout = "plain_mn" if out == FP8_BLOCK.name else "plain"
+            options |= {"d_format": FORMAT_BY_NAME[out], "column_output": False, "row_layout": layout}
+            options |= {"scale_rule": "rceil"} if out == "MXFP8" else {}
+            options |= {"global_scale_tensor": torch.full((1,), 0.02)} if out == "NVFP4" else {}
+        alternating, rule = order == "alternating", _RULES[seed % 2]
+        operands = quantized(x, a, "activation"), quantized(w, b, "weight")
+        gate_up = "concatenated" if alternating else order
+        yield EpilogueProblem(*operands, group_offsets(sizes), gate_up, options, seed, rule, alternating)
+
+
 # --- running ---------------------------------------------------------------------------------------------
 
 
@@ -221,12 +271,14 @@ def run_problem(problem: EpilogueProblem, device: str, backend: BackendName | No
         **options,
     )
     call = request.resolve()
-    guarded = GuardedOutputs(problem, call.epilogue, device)
+    order: dict[str, Any] = {"gate_up": "alternating"} if problem.alternating else {}
+    epilogue = replace(call.epilogue, gate_rule=problem.rule, **order)
+    guarded = GuardedOutputs(problem, epilogue, device)
     grouped_gemm_epilogue(
         call.operands.a,
         call.operands.b,
         call.operands.offs,
-        call.epilogue,
+        epilogue,
         replace(call.tensors, **guarded.tensors),
         m_aligned=request.m_aligned,
         backend=backend,
@@ -234,7 +286,7 @@ def run_problem(problem: EpilogueProblem, device: str, backend: BackendName | No
     )
     if device == "cuda":
         torch.cuda.synchronize()
-    return Outputs(call.epilogue, {name: t.cpu() for name, t in guarded.buffers.items()})
+    return Outputs(epilogue, {name: t.cpu() for name, t in guarded.buffers.items()})
 
 
 def epilogue_tensors(problem: EpilogueProblem, outputs: GuardedOutputs) -> EpilogueTensors:

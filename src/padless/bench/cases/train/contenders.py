@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -164,31 +165,78 @@ def _torch_product(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torc
     return torch._grouped_mm(x, w.transpose(-2, -1), offs=offs)
 
 
-def torch_step(
-    problem: TrainProblem, *, compiled: bool, name: str = BF16, product: Product = _torch_product, waits: bool = False
-) -> Step:
-    """A layer around grouped products under torch's autograd; what is between them is bfloat16.
+class TorchExperts:
+    """Gated experts around grouped products under torch's autograd; what is between them is bfloat16.
 
-    compiled: that, by torch.compile. product: of x (M, K), w (G, N, K) and end rows, torch's in bfloat16 or another one.
-    waits: whether it waits for the GPU, and so cannot be captured.
+    compiled: that, by torch.compile, anew for this object. product: of x (M, K), w (G, N, K) and end rows, torch's in
+    bfloat16 or another one. The gather of rows and the sum of slots are each other's backward passes, so that neither
+    sorts or adds atomically, as torch's backward pass of an index does.
     """
-    p = problem.point
-    w13, w2 = (w.detach().requires_grad_() for w in (problem.w13, problem.w2))
-    torch._dynamo.reset()  # another point is compiled for its own sizes
-    activated: Callable[..., torch.Tensor] = _activated
-    summed: Callable[..., torch.Tensor] = _summed
-    if compiled:
-        activated, summed = torch.compile(_activated, dynamic=False), torch.compile(_summed, dynamic=False)
 
-    def layer(x: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
-        flat = problem.ids.reshape(-1)
+    def __init__(self, num_experts: int, top_k: int, *, compiled: bool, product: Product = _torch_product) -> None:
+        self.num_experts, self.top_k, self.product = num_experts, top_k, product
+        self.activated: Callable[..., torch.Tensor] = _activated
+        self.summed: Callable[..., torch.Tensor] = _summed
+        if compiled:
+            self.activated = torch.compile(_activated, dynamic=False)
+            self.summed = torch.compile(_summed, dynamic=False)
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, prob: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    ) -> torch.Tensor:
+        """x (T, H), ids and prob (T, k), w13 (E, 2 I, H), w2 (E, H, I): (T, H)."""
+        flat = ids.reshape(-1)
         order = torch.argsort(flat, stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.shape[0], device=order.device)
-        sizes = torch.histc(flat.float(), bins=p.experts, min=0, max=p.experts - 1)
+        sizes = torch.histc(flat.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
         offs = sizes.cumsum(0).to(torch.int32)
-        h = activated(product(x[order // p.top_k], w13, offs), prob.reshape(-1)[order])
-        return summed(product(h, w2, offs), inverse, p.top_k)
+        rows: torch.Tensor = _Gather.apply(x, order, inverse, self)
+        h = self.activated(self.product(rows, w13, offs), prob.reshape(-1)[order])
+        out: torch.Tensor = _Sum.apply(self.product(h, w2, offs), order, inverse, self)
+        return out
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of slots sorted by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, by: TorchExperts
+    ) -> torch.Tensor:
+        ctx.inverse, ctx.by = inverse, by
+        return x[order // by.top_k]
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.by.summed(dy, ctx.inverse, ctx.by.top_k), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """A token's sum over its slots, whose weights are in the rows already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, by: TorchExperts
+    ) -> torch.Tensor:
+        ctx.order, ctx.by = order, by
+        return by.summed(y, inverse, by.top_k)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return dout[ctx.order // ctx.by.top_k], None, None, None
+
+
+def torch_step(
+    problem: TrainProblem, *, compiled: bool, name: str = BF16, product: Product = _torch_product, waits: bool = False
+) -> Step:
+    """`TorchExperts` as a step. waits: whether it waits for the GPU, and so cannot be captured."""
+    w13, w2 = (w.detach().requires_grad_() for w in (problem.w13, problem.w2))
+    torch._dynamo.reset()  # another point is compiled for its own sizes
+    experts_of = TorchExperts(problem.point.experts, problem.point.top_k, compiled=compiled, product=product)
+
+    def layer(x: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+        return experts_of(x, problem.ids, prob, w13, w2)
 
     step = Step(name, problem, layer, {"w13": w13, "w2": w2})
     step.waits = waits
