@@ -23,7 +23,7 @@ from padless.emulator.timing import B200
 RECORD = MEASURED / "clock" / "2026-11-24-sm100-layers.json"
 TOOLS = ("clock_sm100.py", "clock_layers.py")
 EXPERTS, LOCAL, TOP_K, H, I = 256, 32, 8, 7168, 2048  # DeepSeek-V3's layer, one of eight ranks  # noqa: E741
-SORTED_ALONE = 1024  # slots, from more of which on a launch of its own sorts them
+SORTED_ALONE = 1024  # slots; another launch sorts more than these
 # us of a hand-written kernel and of trtllm-gen on a B200, https://github.com/flashinfer-ai/flashinfer/issues/3218
 PUBLISHED = {
     1: (55.7, 190), 8: (112, 238), 32: (223, 329), 128: (255, 387), 1024: (289, 461), 4096: (466, 885),

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.blackwell_layer import kinds_of_reports, rolled, without_wait
 
-THROUGHOUT = "MXFP8 throughout"  # a recipe without a preset of its own
+THROUGHOUT = "MXFP8 throughout"  # a recipe without a preset
 COLUMNS, SCALES = "columns with a row of the group before", "scale tiles of the group before"
 
 

@@ -25,6 +25,8 @@ def supported_markdown() -> str:
         "is supported. `BF16` stands for plain bfloat16 tensors. Every pair also runs on the CPU: in plain torch by",
         '`backend="reference"`, and the kernels themselves in the emulator, by',
         " and ".join(f'`backend="{own.backend}"` those of {own.name}' for own in with_own_kernels()) + ".",
+        "No kernel has run on a Blackwell GPU: what is listed there was emulated. Recipes of training, and what each",
+        "runs, are in [training](training.md#recipes).",
         "",
         "## Formats",
         "",
