@@ -114,7 +114,8 @@ def adapted(model: Model, format: BlockScaledFormat, activations: torch.dtype | 
     """A copy of a model, frozen, with adapters over codes of its experts."""
     torch.manual_seed(seed)
     made = copy.deepcopy(model).requires_grad_(False)
-    for block in made.blocks:
+    blocks: Any = made.blocks
+    for block in blocks:
         w13, w2 = (quantize(w.detach(), format, kind="weight") for w in (block.experts.w13, block.experts.w2))
         block.experts = LoraExperts(
             w13, w2, activations=activations, rank=RANK, alpha=ALPHA, dtype=torch.float32
@@ -126,7 +127,8 @@ def adapted(model: Model, format: BlockScaledFormat, activations: torch.dtype | 
 def dequantized(model: Model) -> Model:
     """The same adapters over dequantized weights."""
     made = copy.deepcopy(model)
-    for block in made.blocks:
+    blocks: Any = made.blocks
+    for block in blocks:
         block.experts = Dequantized(block.experts)
     return made
 

@@ -17,6 +17,7 @@ PAGES = {
     "examination": ROOT / "docs" / "timing_errors.md",
     "deepgemm": ROOT / "docs" / "timing_deepgemm.md",
     "sm100": ROOT / "docs" / "timing_b200.md",
+    "layers": ROOT / "docs" / "timing_b200.md",
 }  # of each block
 TIMING = ROOT / "src" / "padless" / "emulator" / "timing"
 # Of a run, after it; kernel.py reckons with what runs say and is examined by its own tests.

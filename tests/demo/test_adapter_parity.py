@@ -17,7 +17,8 @@ import math
 
 import pytest
 
-from adapter_parity import Verdict
+from adapter_parity import FAULT, FORMATS, Verdict, run
+from padless.demo.train.model import ModelSize
 
 FROZEN = (3.0, 3.1, 2.9)
 LASTS = (2.5, 2.6, 2.4)
@@ -40,3 +41,20 @@ def test_the_judge_of_adapters():
     assert not judged(1.0, math.nan, 1.0)
     assert not judged(1.0, 1.0), "two seeds are not three"
     assert not judged(1.0, 1.0, 1.0, frozen=(2.54, 3.1, 2.9)), "nothing was learned"
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Verdict]:
+    size = ModelSize(layers=1, hidden=128, heads=2, experts=4, top_k=2, intermediate=128, length=32, batch=4)
+    verdicts, record = run(size, before=20, steps=30, seeds=3, device="cpu")
+    assert [v["name"] for v in record["verdicts"]] == [v.name for v in verdicts]
+    return {v.name: v for v in verdicts}
+
+
+@pytest.mark.slow
+def test_adapters_over_codes_learn_as_over_dequantized_weights(small: dict[str, Verdict]):
+    """The small form: one layer of four experts, by the same limits; and the fault is outside of them."""
+    for name in FORMATS:
+        assert small[name].holds, small[name]
+        assert small[name].by_seed != [0.0] * 3, "another computation has other roundings"
+        assert not small[name + FAULT].holds, small[name + FAULT]

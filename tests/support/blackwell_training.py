@@ -1,7 +1,8 @@
-"""Runs a training step in MXFP8 on a pretended B200: `python -m support.blackwell_training [BUG]`.
+"""Runs a training step on a pretended B200: `python -m support.blackwell_training RECIPE [BUG]`.
 
 Prints one JSON object: which of the output and the gradients have the bits of the same step on the CPU, whose products
-run in the emulator one by one and whose passes are torch twins; and the launches' kernels and kinds of reports.
+run in the emulator one by one and whose passes are torch twins, and how far they are from it, relative to the largest
+value; and the launches' kernels and kinds of reports.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from support.blackwell_layer import kinds_of_reports
+from support.blackwell_layer import kinds_of_reports, rolled, without_wait
 
-BUG = "columns with a row of the group before"
+THROUGHOUT = "MXFP8 throughout"  # a recipe without a preset of its own
+COLUMNS, SCALES = "columns with a row of the group before", "scale tiles of the group before"
 
 
-def main(bug: str = "") -> dict[str, Any]:
+def main(name: str, bug: str = "") -> dict[str, Any]:
     """The step's record."""
     from padless.emulator.program.run import install
 
     session = install("B200", num_sms=2, say=lambda line: None)
+    if bug.startswith("no wait in "):
+        without_wait(bug.removeprefix("no wait in "))(session)
     import torch
 
     from padless import MXFP8
-    from padless.nn import Recipe, experts_function, experts_of_rows, linear_function
+    from padless.nn import RECIPES, Recipe, experts_function, experts_of_rows, linear_function
     from padless.runtime.devices import backend_on_cpu
+
+    recipe = Recipe(MXFP8, MXFP8, MXFP8) if name == THROUGHOUT else RECIPES[name]
 
     draw = torch.Generator().manual_seed(0)
     sizes, h, i, capacity = (1, 0, 33, 40), 96, 64, 80  # six rows behind the last group
@@ -42,9 +48,7 @@ def main(bug: str = "") -> dict[str, Any]:
         for t in leaves.values():
             t.requires_grad_()
         there = (offs.cuda(), dout.bfloat16().cuda()) if on_gpu else (offs, dout.bfloat16())
-        out = experts_of_rows(
-            leaves["x"], there[0], leaves["w13"], leaves["w2"], leaves["prob"], recipe=Recipe(MXFP8, MXFP8, MXFP8)
-        )
+        out = experts_of_rows(leaves["x"], there[0], leaves["w13"], leaves["w2"], leaves["prob"], recipe=recipe)
         out.backward(there[1])
         found = {"out": out, **{name: t.grad for name, t in leaves.items()}}
         return {name: t.detach().cpu() for name, t in found.items() if t is not None}
@@ -66,13 +70,17 @@ def main(bug: str = "") -> dict[str, Any]:
             return right(SimpleNamespace(**facts, saved_tensors=saved), marked(dout))
 
     experts_function._gradients = gradients
-    if bug == BUG:
+    if bug == COLUMNS:
         both = linear_function.mx_rows_and_columns
         linear_function.mx_rows_and_columns = lambda x, offs, rows: both(x, offs - 1, rows)
+    if bug == SCALES:
+        product = experts_function.product
+        experts_function.product = lambda a, w, *arguments, **options: product(a, rolled(w), *arguments, **options)
     got = step(True)
     launches = [(launched.name, kinds_of_reports(launched)) for launched in session.launches]
     equal = {name: torch.equal(got[name], t) and bool(t.isfinite().all()) for name, t in want.items()}
-    return {"equal": equal, "launches": launches, "refused": session.refused}
+    off = {name: float((got[name].float() - t.float()).abs().max() / t.abs().max()) for name, t in want.items()}
+    return {"equal": equal, "off": off, "launches": launches, "refused": session.refused}
 
 
 if __name__ == "__main__":

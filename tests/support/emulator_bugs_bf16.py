@@ -104,6 +104,32 @@ BUGS: tuple[Bug, ...] = (
         ),
     ),
     Bug(
+        "codes given back behind their loads, before a product has needed them",
+        ("unread-load",),
+        (
+            (
+                MULTIPLY,
+                "section.load_codes(weights, stage, STAGE_BLOCKS - 1, LAST_PART % 4 / OCTETS);",
+                "section.load_codes(weights, stage, STAGE_BLOCKS - 1, LAST_PART % 4 / OCTETS);"
+                " arrive_warp(shared.empty[stage], lane);",
+            ),
+            (
+                MULTIPLY,
+                "section.make_fragments(fragments[0], 0);",
+                "if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane);"
+                " section.make_fragments(fragments[0], 0);",
+            ),
+            (
+                MULTIPLY,
+                "ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage, lane); } }",
+                "ends = BEGINS_IN_F16 && wants_bf16(shared, pipeline.stage, lane);"
+                " if (LAST_PART == 0 && !ends) arrive_warp(shared.empty[pipeline.stage], lane); } }",
+            ),
+            (MULTIPLY, "if (round * ROUND_OCTETS == LAST_PART) arrive_warp(shared.empty[stage], lane);", ""),
+        ),
+        quick=True,
+    ),
+    Bug(
         "the next K block's barrier not waited for",
         ("race", "uninitialised-shared"),
         ((MULTIPLY, "await_weights(shared, pipeline);", ""),),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -48,6 +49,14 @@ def listed(name: str, gpu: Gpu = H200) -> set[Kernel]:
     kernels, problems = kernels_of(jobs_of(gpu)[name].rehearsals(gpu.arch), gpu)
     assert not problems
     return set(kernels)
+
+
+@pytest.mark.parametrize("gpu", [H200, B300], ids=str)
+@pytest.mark.parametrize("against_emulator", [False, True])
+def test_other_processes_can_be_given_every_rehearsal(gpu: Gpu, against_emulator: bool) -> None:
+    for name, check in jobs_of(gpu, against_emulator=against_emulator).items():
+        for rehearsal in check.rehearsals(gpu.arch):
+            assert pickle.loads(pickle.dumps(rehearsal)).calls.func is rehearsal.calls.func, name
 
 
 # --- what a check asks for -------------------------------------------------------------------------------

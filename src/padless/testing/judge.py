@@ -19,6 +19,7 @@ from padless.testing.operands import Activation, rows_of
 
 Record = dict[str, Any]
 _SHOWN = 300  # characters of an error
+LOSS_LIMIT = 0.0025  # of loss parity: by how much of it a recipe's last loss may be above the one it is compared with
 # Rows compared with float64 in a group: its first and last, and some between.
 CHECKED_ROWS = 16
 _ROWS_AT_ONCE = 8192

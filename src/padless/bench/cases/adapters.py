@@ -188,7 +188,7 @@ class Layers(nn.Module):
 
 
 def make_layers(point: AdapterPoint, seed: int, device: str, say: Callable[[str], None]) -> Layers:
-    """As many layers as the point says, each of its own random codes, biases, adapters and routing."""
+    """As many layers as the point says, each with separate random codes, biases, adapters and routing."""
     layers, routing = [], []
     for index in range(point.layers):
         problem = make_problem(replace(point, layers=1), seed + index, device)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from padless.emulator.order.reports import Collector
+from padless.emulator.order.unread import UnreadLoad
 from padless.emulator.units.number_formats import Array
 
 
@@ -154,6 +155,8 @@ class Shadow:
         self.instructions = instructions
         self.what = what
         self.scale = scale
+        self.late: frozenset[int] = frozenset()  # Program.late, of shared memory
+        self.unread: dict[tuple[int, int, int], UnreadLoad] = {}
 
     def forget(self, cells: Any) -> None:
         """Nothing has touched these cells."""
@@ -179,6 +182,10 @@ class Shadow:
         if not stamps.all():
             self._report_uninitialised(instruction, warp, int(lanes[np.argmin(stamps.min(axis=1))]))
         self._remember_read((warp.cta.rank * 5 + warp.index) % 4, cells, stamp, instruction)
+        if instruction.index in self.late:
+            key = warp.first_row, instruction.index, int(cells.flat[0])
+            self.unread[key] = load = UnreadLoad(instruction, np.unique(cells))
+            warp.unread.setdefault(instruction.index, []).append(load)
 
     def _report_uninitialised(self, instruction: Any, warp: Any, lane: int) -> None:
         kind = "uninitialised-" + ("shared" if self.what == "shared memory" else "tensor-memory")
@@ -270,6 +277,8 @@ class Shadow:
             for stale, sites in self._reads(cells):
                 self._check_bulk(stale, cells, clock, sites, site, "read", planes, own)
             self._remember_write(cells, stamp, site.instruction)
+            if self.unread and generic_plane == PROXY:
+                self._overwrite_unread(cells, clock[BASE], site)
             return
         if not stamps.all():
             self._report_uninitialised(site.instruction, site.warp, site.lane)
@@ -308,6 +317,12 @@ class Shadow:
         if known[pick] >= events[pick]:
             kind = "missing-tcgen05-fence" if TENSOR in planes else "missing-proxy-fence"
         self.conflict(int(kinds[pick]), int(sites[cell]), cell, did, kind, site.instruction, site.warp, site.lane)
+
+    def _overwrite_unread(self, cells: Any, clock: Array, site: Place) -> None:
+        """An asynchronous write, ordered after these events, to cells that loads may have read which are not over."""
+        for key, load in list(self.unread.items()):
+            if load.overwrite(cells, clock, site, key[0]):
+                del self.unread[key]
 
     def restamp(self, cells: Any, old: Any, new: Any) -> None:
         """An asynchronous write has finished: its cells, unless overwritten meanwhile, get their event number."""

@@ -13,6 +13,7 @@ from padless.emulator.ptx.ast import Instruction
 KINDS = {
     "race": "two accesses to the same bytes with nothing that orders them",
     "missing-proxy-fence": "an ordinary write is read by the async proxy with no fence.proxy.async on the way",
+    "unread-load": "an asynchronous copy overwrites what a load has read whose value nothing has needed before",
     "uninitialised-shared": "shared memory is read before anything wrote it",
     "uninitialised-register": "a register is read before anything wrote it",
     "uninitialised-tensor-memory": "tensor memory is read before anything wrote it",

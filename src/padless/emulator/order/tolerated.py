@@ -17,6 +17,8 @@ def tolerance(kind: str, instruction: Instruction | None, other: Instruction | N
         return "an operand that begins off its swizzle's repeating pattern needs the base offset (PTX ISA, descriptors)"
     if kind == "launch-control-refused":
         return "get_first_ctaid of a request that failed is undefined (PTX ISA, clusterlaunchcontrol.query_cancel)"
+    if kind == "unread-load":
+        return "accesses of the same bytes through two proxies are ordered by a proxy fence alone (PTX ISA, proxies)"
     loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
     if kind == "missing-tcgen05-fence":
         return (

@@ -128,6 +128,7 @@ class Emitter:
         self.sync: Callable[..., Any] | None = None
         self.reads: list[str] = []
         self.writes: list[str] = []
+        self.own: list[str] = []  # registers that the checks of blocks do not see
         self.batch: tuple[str, Register, tuple[Any, ...]] | None = None
         self.mask = "m"
         if instruction.guard is not None:
@@ -210,6 +211,7 @@ class Emitter:
         for operand in operands:
             if self.width(operand) != 4 or not isinstance(operand, Register):
                 self.unsupported(f"{operand} is no 32-bit register")
+            self.own.append(operand.name)
             rows.append(self.preparation.row(operand.name)[1])
             bits |= 1 << self.preparation.number_of[operand.name]
         return np.array(rows), bits

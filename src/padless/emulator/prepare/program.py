@@ -14,6 +14,7 @@ from padless.emulator.errors import EmulatorError, UnsupportedInstruction, refus
 from padless.emulator.prepare.control_flow import find_blocks, find_joins
 from padless.emulator.prepare.emitter import Emitter, Preparation, immediate_bits
 from padless.emulator.prepare.registry import HELPERS, emit
+from padless.emulator.prepare.unread import mark_uses
 from padless.emulator.ptx.ast import Call, Function, Instruction, Label, Module, Register, Symbol, Variable
 from padless.emulator.state.program import BRANCH, EXIT, GENERATED, INDEXED, SYNC, TERMINATORS, Block, Program
 
@@ -48,8 +49,9 @@ def prepare(module: Module, entry: str) -> Program:
             if block.kind == INDEXED:
                 block.target = emitter.source_slot(block.terminator.operands[0], "u32")
     find_joins(blocks)
+    late = mark_uses(blocks, emitted)
     whose = _compile(blocks, emitted, preparation)
-    return _program(entry, module, function, blocks, ordered, preparation, whose)
+    return _program(entry, module, function, blocks, ordered, preparation, whose, late)
 
 
 def _layout(variables: Iterable[Variable], at: int = 0, least: int = 1) -> tuple[dict[str, tuple[int, int]], int]:
@@ -71,6 +73,7 @@ def _program(
     ordered: list[Instruction],
     p: Preparation,
     whose: list[Instruction],
+    late: frozenset[int],
 ) -> Program:
     parameters, parameter_bytes = _layout(function.parameters)
     mentioned = {name for _, name, _ in p.symbol_rows}
@@ -86,7 +89,7 @@ def _program(
         entry, module, function, blocks, ordered, p.rows, p.slots, p.constants, p.specials,
         [(cls, row, name, off) for (cls, name, off), row in p.symbol_rows.items()],
         names, [p.row_of[n] for n in names], parameters, parameter_bytes, local, local_bytes, static | dynamic, end,
-        max([16, *(v.alignment for v in variables)]), p.granule, p.global_granule, whose, p.uses,
+        max([16, *(v.alignment for v in variables)]), p.granule, p.global_granule, whose, p.uses, late,
     )  # fmt: skip
 
 

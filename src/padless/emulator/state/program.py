@@ -64,6 +64,7 @@ class Program:
     global_granule: int  # the same of global memory
     whose: list[Instruction]  # of each line of the generated code
     uses: set[str] = field(default_factory=set)
+    late: frozenset[int] = frozenset()  # loads behind which an arrival may come before every use
 
     def names_of(self, bits: int) -> str:
         """The first few registers of a bit set, for a message."""

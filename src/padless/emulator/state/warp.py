@@ -12,6 +12,7 @@ from padless.emulator.order.grid_dependency import GridDependency
 from padless.emulator.order.memory_order import OrderedClocks
 from padless.emulator.order.other_clusters import OtherClusters
 from padless.emulator.order.race import Shadow
+from padless.emulator.order.unread import UnreadLoad
 from padless.emulator.ptx.ast import Instruction
 from padless.emulator.state.launch import Launch
 from padless.emulator.state.memory import SharedMemory
@@ -121,6 +122,7 @@ class Warp:
         self.latest: dict[int, tuple[int, int]] = {}  # by lane, the bytes of its latest strong access to global memory
         # Groups of asynchronous operations by family and lane, made on first use.
         self.groups: dict[Any, Any] = {}
+        self.unread: dict[int, list[UnreadLoad]] = {}  # by number, loads whose values nothing has needed yet
 
     def special_registers(self) -> None:
         cta, launch = self.cta, self.launch
@@ -150,6 +152,18 @@ class Warp:
                 self.arrays[cls][row] = values[name]
         for cls, row, symbol, offset in program.symbols:
             self.arrays[cls][row] = np.array(cta.symbol_address(symbol) + offset).astype(STORAGE[cls])
+
+    def use(self, loads: list[int]) -> None:
+        """The next instruction needs what these loads have brought."""
+        for index in loads:
+            for load in self.unread.pop(index, ()):
+                load.use(self)
+
+    def drop(self, loads: list[int]) -> None:
+        """The next instruction overwrites what these loads have brought, which nothing has needed."""
+        for index in loads:
+            for load in self.unread.pop(index, ()):
+                load.is_dropped = True
 
     def settle(self, token: Token) -> None:
         """Wake the fragments parked at a meeting point once all that will come have come."""
@@ -262,6 +276,7 @@ class Cta:
                 len(self.shared.bytes) >> self.granule_shift, cluster.clocks, launch.collector,
                 launch.program.instructions, "shared memory", launch.program.granule,
             )  # fmt: skip
+            self.shared.shadow.late = launch.program.late
         self.threads = int(np.prod(launch.block))
         count = -(-self.threads // 32)
         self.rows = 32 * count

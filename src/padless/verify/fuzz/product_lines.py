@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
@@ -107,11 +108,26 @@ def random_line(route: Route, seed: int, *properties: str) -> Options:
     return o | {"a_layout": a_layout, "b_layout": b_layout} | plain
 
 
-def _random(count: int, *properties: str) -> Lines:
+def _random(count: int, properties: tuple[str, ...], arch: str) -> Iterator[Options]:
     """Of every grouped route but the first kernel's."""
-    return lambda arch: (
-        random_line(route, seed, *properties) for route in routes_of(arch) if route != _FP8 for seed in range(count)
-    )
+    routes = (route for route in routes_of(arch) if route != _FP8)
+    return (random_line(route, seed, *properties) for route in routes for seed in range(count))
+
+
+def _random_fp8(arch: str) -> Iterator[Options]:
+    return (random_line(_FP8, seed) for seed in range(200))
+
+
+def _padding(arch: str) -> Iterable[Options]:
+    return _shapes("changes")
+
+
+def _replay(arch: str) -> Iterable[Options]:
+    return [_line(_FP8, [100, 0, 57, 99], 264, 400, "replay")]
+
+
+def _threads(arch: str) -> Iterable[Options]:
+    return [_line(_FP8, [31, 130, 1], 136, 272, "threads", times=50)]
 
 
 def invariant_line(route: Route, seed: int, factor: int = 1) -> Options:
@@ -195,23 +211,20 @@ def small_lists(arch: str) -> Iterator[Options]:
     return (o | {"properties": []} for o in itertools.islice(_lists(arch) if arch == "sm_100a" else (), 1))
 
 
-# By check: the call, and its problems on an architecture.
+# By check: the call, and its problems on an architecture. No lambda: processes that compile ahead get these pickled.
 CHECKS: dict[str, tuple[str, Lines]] = {
     "accuracy": ("grouped_gemm", _accuracy),
     "configs agree": ("grouped_gemm", _configs_agree),
-    "padding changes nothing": ("grouped_gemm", lambda arch: _shapes("changes")),
+    "padding changes nothing": ("grouped_gemm", _padding),
     "wrong offsets stay inside": ("grouped_gemm", _wrong_offsets),
     "repeats agree": ("grouped_gemm", _repeats),
-    "graph replay": ("grouped_gemm", lambda arch: [_line(_FP8, [100, 0, 57, 99], 264, 400, "replay")]),
-    "streams and threads": ("grouped_gemm", lambda arch: [_line(_FP8, [31, 130, 1], 136, 272, "threads", times=50)]),
+    "graph replay": ("grouped_gemm", _replay),
+    "streams and threads": ("grouped_gemm", _threads),
     "dense": ("gemm", _dense),
-    "formats": ("grouped_gemm", _random(_NEAR, "near")),
+    "formats": ("grouped_gemm", partial(_random, _NEAR, ("near",))),
     "batch invariance": ("grouped_gemm", _invariance),
     "dense MXFP8": ("gemm", _dense_mxfp8),
     "lists of problems": ("grouped_gemm_list", _lists),
 }
 # Problems that are compared with the emulator.
-EMULATED: dict[str, Lines] = {
-    "emulator agrees": lambda arch: (random_line(_FP8, seed) for seed in range(200)),
-    "emulator agrees on formats": _random(10),
-}
+EMULATED: dict[str, Lines] = {"emulator agrees": _random_fp8, "emulator agrees on formats": partial(_random, 10, ())}

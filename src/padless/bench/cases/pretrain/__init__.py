@@ -35,9 +35,8 @@ from padless.bench.cases.train.contenders import BF16
 from padless.bench.report import table
 from padless.bench.results import Record
 from padless.bench.session import Session
-from padless.demo.train.parity import LIMIT
 from padless.testing import machine
-from padless.testing.judge import describe
+from padless.testing.judge import LOSS_LIMIT, describe
 from padless.testing.timing import Call, Timer
 
 # Published sizes of Qwen/Qwen3-30B-A3B, a quarter of its 48 layers and of its vocabulary of 151936, so that attention,
@@ -142,10 +141,10 @@ def measure_pretrain(
         say(f"{name}: losses {losses[0]:.4f} to {losses[-1]:.4f}")
         base = record["losses"].get(BF16)
         fell = losses[-1] < losses[0]
-        if fell and (base is None or excess(losses, base) <= LIMIT):
+        if fell and (base is None or excess(losses, base) <= LOSS_LIMIT):
             right.append(name)
         else:
-            against = "" if base is None else f", {excess(losses, base):+.2%} of {BF16}'s, allowed {LIMIT:.2%}"
+            against = "" if base is None else f", {excess(losses, base):+.2%} of {BF16}'s, allowed {LOSS_LIMIT:.2%}"
             record["wrong"][name] = f"is wrong: losses {losses[0]:.4f} to {losses[-1]:.4f}{against}"
     steps: dict[str, Call] = {name: partial(training.step, name) for name in right}
     try:
