@@ -165,7 +165,9 @@ def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None
         shown(tmp_path / "absent.jsonl")
     file = ResultFile(tmp_path / "x.jsonl")
     file.append({"kind": "weather", "point": {}})
-    with pytest.raises(ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['adapters', 'black"):
+    with pytest.raises(
+        ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['adapters', 'black"
+    ):
         shown(file.path)
     decode = MEASURED / "2026-11-21-h200-decode.jsonl"
     with pytest.raises(ValueError, match=r"one kind of records, paper or formats or decoding; .* holds \['decode'\]"):

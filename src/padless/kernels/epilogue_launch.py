@@ -114,7 +114,7 @@ def check_outputs(
             raise ValueError(f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it")
 
 
-def piece_columns(epilogue: Epilogue) -> int:
+def staged_columns(epilogue: Epilogue) -> int:
     """Weight rows whose sums are staged together: those of a row's block of scales, 64 at least."""
     return 64 if epilogue.row_format != FP8_BLOCK else 256 if epilogue.is_glu else 128
 

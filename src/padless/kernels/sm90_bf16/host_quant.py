@@ -18,8 +18,8 @@ from padless.kernels.epilogue_launch import (
     check_outputs,
     direct_outputs,
     output_address,
-    piece_columns,
     present,
+    staged_columns,
 )
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, tokens_of_tile
@@ -124,7 +124,7 @@ def shared_bytes(tile: Sm90Bf16Config, epilogue: Epilogue, stages: int) -> int:
     rows_a, rows_b = (_ROW_BYTES.get(name, 128) for name in (tile.a_format, tile.b_format))
     stage = tile.block_m * (rows_a + 16) + tile.block_n * (rows_b + 16)
     tokens = (2 if tile.block_m == 128 else 4) * tile.block_m * 256
-    columns = piece_columns(epilogue)
+    columns = staged_columns(epilogue)
     teams = tile.num_warpgroups // max(1, columns * tile.num_warpgroups // tile.block_n)
     staged = teams * tile.block_m * (columns + 4) * 4
     return (stages * stage + tokens) * tile.blocks_of_stage + staged + 24 * tile.max_groups + 1024
@@ -134,7 +134,7 @@ def _problem_with(tile: Sm90Bf16Config, epilogue: Epilogue) -> str | None:
     if tile.block_m < least_rows(epilogue):
         allowed = "128 for FP8_BLOCK" if epilogue.column_format == FP8_BLOCK else "at least 32 for MX"
         return f"config.block_m is {tile.block_m}; a quantising epilogue needs {allowed} columns"
-    if tile.block_n < piece_columns(epilogue):
+    if tile.block_n < staged_columns(epilogue):
         return f"config.block_n is {tile.block_n}; a quantising epilogue needs 256 for FP8_BLOCK rows of a SwiGLU"
     return None
 

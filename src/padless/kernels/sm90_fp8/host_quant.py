@@ -113,7 +113,7 @@ def check_tile(tile: Sm90Fp8Config, epilogue: Epilogue) -> None:
     if tile.few_rows:
         require(epilogue.column_format is None, "few_rows", "False for column outputs")
         require(
-            tile.block_n >= epilogue_launch.piece_columns(epilogue), "block_n", "256 for FP8_BLOCK rows of a SwiGLU"
+            tile.block_n >= epilogue_launch.staged_columns(epilogue), "block_n", "256 for FP8_BLOCK rows of a SwiGLU"
         )
         return
     require(tile.block_n == epilogue_launch.TILE_COLUMNS, "block_n", str(epilogue_launch.TILE_COLUMNS))
