@@ -153,7 +153,7 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _with_peak(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[torch.Tensor, int | None]:
-    """What a call returns, and the bytes that it had at most beyond what it found; None without a GPU."""
+    """The result of a call, and the bytes that it had at most beyond what it found; None without a GPU."""
     if device.type != "cuda":
         return call(), None
     call()
@@ -255,7 +255,7 @@ def measure_model(point: AdapterPoint, seed: int, device: str, say: Callable[[st
 
 
 def _activation_bytes(model: Layers, x: torch.Tensor) -> int:
-    """What one layer's forward pass keeps for its backward pass."""
+    """All that one layer's forward pass keeps for its backward pass."""
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -109,7 +109,7 @@ class Training:
 
 
 def peak_bytes() -> int:
-    """What the device's allocator had given out at the highest since the last call."""
+    """Bytes that the device's allocator had given out at the highest since the last call."""
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     gc.collect()
@@ -119,7 +119,7 @@ def peak_bytes() -> int:
 
 
 def excess(losses: Sequence[float], base: Sequence[float]) -> float:
-    """How far the mean of the last losses is above the base's, relative to it; NaN of NaN."""
+    """By how much the mean of the last losses is above the base's, relative to it; NaN of NaN."""
     return fmean(losses[-_LAST:]) / fmean(base[-_LAST:]) - 1
 
 
