@@ -42,6 +42,7 @@ AXES = {
     "ep": ("model", "ranks", "tokens"),
     "layer": ("model", "tokens"),
     "decoding": ("model", "tokens"),
+    "pretrain": ("model", "microbatches"),
     "train": ("model", "tokens", "top_k", "experts"),
     "wgrad": ("sizes", "M", "groups", "N", "K"),
 }
@@ -69,8 +70,9 @@ def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
             shown_axes = AXES.get(kind, point["point"])
             axes = [str(point["point"][axis]) for axis in shown_axes]
             digits = 0 if kind in ("adapters", "layer", "train") else 1
-            unit = 1e-3 if kind == "model" else 1.0  # milliseconds
-            own = next(f"{timing['us'] * unit:.{digits}f}" for timing in point["gpu"].values())
+            unit = 1e-3 if kind in ("model", "pretrain") else 1.0  # milliseconds
+            times = point["step"] if kind == "pretrain" else point["gpu"]
+            own = next(f"{timing['us'] * unit:.{digits}f}" for timing in times.values())
             assert any(own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines)
 
 

@@ -192,7 +192,7 @@ def part_us(record: Record, contender: str) -> Mapping[str, float]:
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
-    """A line a point and contender: a step, tokens a second, times bf16's, memory, parts, last losses."""
+    """A line a point and contender: a step, tokens a second, times bf16's, memory, last losses; and the parts."""
     lines = [[{**record, "contender": name}] for record in records for name in record["step"]]
 
     def of(text: Callable[[Record, str], Any]) -> Callable[[table.Records], str]:
@@ -216,19 +216,25 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
 
         return of(text)
 
-    columns = [
-        table.Column("model", text=field("model"), left=True, width=17),
-        table.Column("microbatches", text=field("microbatches"), width=5),
-        table.Column("contender", text=of(lambda _, name: name), left=True, width=23),
+    where = [
+        table.Column("model", text=field("model"), left=True),
+        table.Column("mb", text=field("microbatches")),
+        table.Column("contender", text=of(lambda _, name: name), left=True),
+    ]
+    steps = [
         table.Column("step ms", text=of(lambda r, name: f"{r['step'][name]['us'] * 1e-3:.1f}")),
         table.Column("tokens/s", text=of(tokens)),
         table.Column("bf16 /", text=of(faster)),
-        table.Column("peak GB", text=of(lambda r, name: f"{r['peak_bytes'][name] / 1e9:.1f}")),
-        *(table.Column(which, text=part(which), width=9) for which in PARTS),
+        table.Column("GB", text=of(lambda r, name: f"{r['peak_bytes'][name] / 1e9:.1f}")),
         table.Column("loss", text=of(lambda r, name: f"{fmean(r['losses'][name][-_LAST:]):.4f}")),
     ]
-    title = "Training steps of a whole decoder; ms of a step's parts, each timed alone"
-    return [table.table_of(title, columns, lines, 1)]
+    parts = [table.Column(which, text=part(which)) for which in PARTS]
+    return [
+        table.table_of(
+            "Steps of mb microbatches; GB: peak memory; loss: of the last steps", [*where, *steps], lines, 1
+        ),
+        table.table_of("Parts of a step, ms, each timed alone", [*where, *parts], lines, 1),
+    ]
 
 
 PARTS = ("attention", "router", "experts", "head and loss", "optimizer")
