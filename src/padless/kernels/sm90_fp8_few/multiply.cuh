@@ -18,7 +18,8 @@ struct WeightScales {
 #pragma unroll
         for (int u = 0; u < M64S; ++u) {
             const int row = (warpgroup * M64S + u) * WGMMA_M + warp * 16;  // of the tile
-            const int weight_row = GATE_AND_UP_APART ? run_of_weights(problem, tile.column, row / 32) : tile.column + row;
+            const int weight_row =
+                GATE_AND_UP_APART ? run_of_weights(problem, tile.column, row / 32) : tile.column + row;
             const int block = min(weight_row / 128, last);
             rows[u] = problem.sfb + (static_cast<long long>(tile.group) * (last + 1) + block) * k_blocks;
             now[u] = at(u, lane, k_blocks);
@@ -107,7 +108,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
             float of_token[BLOCK_M / 4];
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 4; ++i)
-                of_token[i] = ld_shared_f32(token_scales + stages[b] * (SFA_STAGE_FLOATS * 4) + i / 2 * 32 + i % 2 * 4);
+                of_token[i] =
+                    ld_shared_f32(token_scales + stages[b] * (SFA_STAGE_FLOATS * 4) + i / 2 * 32 + i % 2 * 4);
 #pragma unroll
             for (int u = 0; u < M64S; ++u) {
 #pragma unroll
@@ -118,6 +120,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
             }
         }
         __syncwarp();  // every lane has read the scales of the stages
-        if (lane < blocks) mbarrier_arrive(shared_address(&shared.empty[lane == 0 ? stages[0] : stages[AT_ONCE - 1]]));
+        if (lane < blocks)
+            mbarrier_arrive(shared_address(&shared.empty[lane == 0 ? stages[0] : stages[AT_ONCE - 1]]));
     }
 }

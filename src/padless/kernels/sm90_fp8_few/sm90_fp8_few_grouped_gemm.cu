@@ -57,8 +57,9 @@ using StoreMaps = DirectOutputs;
 using StoreMaps = TensorMap;
 #endif
 
-__device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem,
-                                              const StoreMaps& store_maps, int warpgroup, int warp, int lane) {
+__device__
+__forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem, const StoreMaps& store_maps,
+                                   int warpgroup, int warp, int lane) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     Tile tile{};
@@ -127,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_fe
             if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
         } else if (warp == SCHEDULE_WARP) {
             if (elect_one())
-                schedule_tiles<1>(shared.queue, Order(shared.groups.table(), n), counter, blockIdx.x, gridDim.x,
-                                  nullptr, has_first_tile);
+                schedule_tiles<1>(shared.queue, Order(shared.groups.table(), n), counter, blockIdx.x,
+                                  gridDim.x, nullptr, has_first_tile);
         }
         __syncwarp();
     } else {
