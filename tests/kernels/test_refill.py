@@ -21,16 +21,21 @@ FLUSHED = 256 << 20  # bytes, five times what L2 holds
 N, K, GROUPS, TOP_K, TOKENS = 4096, 1536, 128, 8, 512
 FEW_TOKENS = 64  # of which a SwiGLU takes tiles of tokens on columns
 # The tile of most tokens, whose rings are the shortest and whose shared memory is the busiest, where it is not picked.
-LARGEST = {"nvfp4": {"block_m": 128, "block_n": 256, "num_warpgroups": 2}}
+LARGEST: dict[str, dict[str, int]] = {"nvfp4": {"block_m": 128, "block_n": 256, "num_warpgroups": 2}}
+CASES: list[tuple[str, int, dict[str, int]]] = [
+    *((kind, TOKENS, LARGEST.get(kind, {})) for kind in KINDS),
+    ("fp8 swiglu", FEW_TOKENS, {}),
+    *((kind, TOKENS, {"cluster_n": 2}) for kind in KINDS if kind.startswith("wgrad fp8")),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "tokens"), [*((kind, TOKENS) for kind in KINDS), ("fp8 swiglu", FEW_TOKENS)])
-def test_a_stage_is_read_before_it_is_filled_again(kind: str, tokens: int) -> None:
+@pytest.mark.parametrize(("kind", "tokens", "other"), CASES, ids=str)
+def test_a_stage_is_read_before_it_is_filled_again(kind: str, tokens: int, other: dict[str, int]) -> None:
     point = PicksPoint(kind, "any", tokens, "drawn", tokens * TOP_K, N, K, GROUPS, TOP_K, 0)
     problem = make_problem(point, 0, "cuda")
     config = picked(point, problem.tokens, cuda_driver(0).num_sms(0))
-    chosen = replace(config, **LARGEST.get(kind, {}), **({"stage_blocks": 1} if is_fp4(config) else {}))
+    chosen = replace(config, **other, **({"stage_blocks": 1} if is_fp4(config) else {}))
     flush = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda")
 
     def call(of: object) -> torch.Tensor:
