@@ -47,9 +47,11 @@ def bf16_configs() -> list[sm90_bf16.Sm90Bf16Config]:
     return list(found.values())
 
 
+FEW = Sm90Fp8Config(block_m=16, few_rows=True)
 CONFIGS = {
     sm90_fp8.KERNEL: [Sm90Fp8Config(block_m=m, block_n=n) for m, n in ((64, 64), (128, 128), (128, 192), (256, 128))]
     + [QuantConfig(Sm90Fp8Config(block_m=m), QUANT) for m in (64, 128, 256)],
+    FEW.source: [FEW, QuantConfig(FEW, QUANT)],
     sm90_mxfp8.KERNEL: [Sm90Mxfp8Config(block_m=m) for m in (64, 128)]
     + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],
     sm90_bf16.KERNEL: [*bf16_configs(), QuantConfig(bf16_configs()[-1], QUANT)],
@@ -91,7 +93,7 @@ def test_what_the_warps_ask_for_fits(kernel: str, i: int) -> None:
 def test_every_kernel_with_setmaxnreg_is_judged() -> None:
     using = {name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text}
     assert using == set(CONFIGS)
-    assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | {wgrad.KERNEL, bf16_wgrad.KERNEL}
+    assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | {wgrad.KERNEL, bf16_wgrad.KERNEL, FEW.source}
 
 
 @pytest.mark.parametrize("kernel", CONFIGS)
