@@ -42,8 +42,13 @@ def name_of(tile: Sm90Fp8Config) -> str:
 # --- bits ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", TILES, ids=name_of)
+SLOW = pytest.mark.slow
+OFTEN = ("16x128", "32x256")  # what is picked most; the others are slow tests
+SHARED_TILES = [tile if name_of(tile) in OFTEN else pytest.param(tile, marks=SLOW) for tile in TILES]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW), torch.float32], ids=str)
+@pytest.mark.parametrize("tile", SHARED_TILES, ids=name_of)
 def test_every_tile_has_the_bits_of_tokens_on_rows(tile: Sm90Fp8Config, dtype: torch.dtype) -> None:
     sizes, past = (5, 0, 70, 1, 0), 3
     for n, k in ((200, 672), (264, 256)):  # tails; 6 and 2 K blocks
@@ -107,7 +112,11 @@ def test_unmodified_kernel_gives_no_report(tile: Sm90Fp8Config) -> None:
         assert right, f"seed {seed}: wrong result"
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+@pytest.mark.parametrize(
+    "bug",
+    [bug if i % 3 == 0 else pytest.param(bug, marks=SLOW) for i, bug in enumerate(BUGS)],
+    ids=lambda bug: bug.name,
+)
 def test_planted_bug_is_found(bug: Bug) -> None:
     case = make_case(bug.sizes, bug.n, bug.k, "mn")
     driver = Variant("sm_90a", bug.config.source, bug.edits, bug.config, bug.nth)
@@ -127,7 +136,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 # --- the compiler's own words ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tile", TILES, ids=name_of)
+@pytest.mark.parametrize("tile", SHARED_TILES, ids=name_of)
 def test_a_tile_compiles_without_spills(tile: Sm90Fp8Config) -> None:
     texts = [tile.prelude(), dataclasses.replace(tile, out_dtype=torch.float32, max_groups=1024).prelude()]
     if tile.block_n == 256:
