@@ -17,8 +17,8 @@ from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver, LaunchShape, PreparedLaunch
 from padless.runtime.jit import CompiledKernel
 
-KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
 Config = Sm90Fp8Config
+KERNEL = Config().source  # with tokens on rows
 
 
 def prepare(
