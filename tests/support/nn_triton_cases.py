@@ -181,6 +181,21 @@ def rows_of_some_groups(device: str) -> None:
 
 
 @case
+def pairs_of_adapters(device: str) -> None:
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(6)
+    for dtype, of in ((torch.int64, torch.int32), (torch.int32, torch.int64)):
+        ids, chosen = (torch.randint(-2, 7, s, generator=g, dtype=d) for s, d in (((400, 3), dtype), ((400,), of)))
+        want = low_rank.adapter_pairs(ids, chosen, 5, 4)
+        assert set(want.flatten().tolist()) == set(range(-1, 25))
+        with poisoned_memory():
+            got = kernels.adapter_pairs(ids.to(device), chosen.to(device), 5, 4)
+        assert torch.equal(got.cpu(), want)
+
+
+@case
 def low_rank_products(device: str) -> None:
     """Of many groups and few, more adapters than a launch takes, transposed factors; against float64, row by row, and
     a row has the same bits whatever rows are around it.

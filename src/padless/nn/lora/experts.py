@@ -10,10 +10,11 @@ from padless.arguments import check_type
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
-from padless.moe.gather import activate_quantize
+from padless.moe.gather import activate_quantize, gather_quantize
 from padless.moe.layer import moe
 from padless.moe.routing import check_ids, route
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
+from padless.nn.calls import call
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
 from padless.nn.lora.frozen import adapted_product
 from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
@@ -43,7 +44,10 @@ def adapted_experts(
     offs, tokens, inverse = routing
     format, scale = format_of_rows(activations, w13)
     rows = gathered_rows(x, tokens, inverse)
-    h = adapted_product(rows, rows_as_multiplied(rows, format, scale), w13, bias13, offs, low13)
+    read: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
+    if format is not None:
+        read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
+    h = adapted_product(rows, read, w13, bias13, offs, low13)
     hidden = activated(h, activation)
     operand: BlockScaledTensor | torch.Tensor = hidden.detach()
     if format is not None:
@@ -191,9 +195,8 @@ class LoraExperts(AdaptedModule):
             raise ValueError(
                 f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
             )
-        count, is_expert = len(self.adapters), (ids >= 0) & (ids < self.num_experts)
-        chosen = torch.where((adapter_ids >= 0) & (adapter_ids < count), adapter_ids, count)
-        return torch.where(is_expert, ids * (count + 1) + chosen[:, None].to(ids.dtype), -1)
+        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self.num_experts, len(self.adapters))
+        return pairs
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"

@@ -44,6 +44,23 @@ def width_of(rank: int) -> int:
     return max(_LEAST_RANK, round_up(rank, _RANK_MULTIPLE))
 
 
+@ops.operator(
+    "adapter_pairs",
+    "(Tensor ids, Tensor adapter_ids, int num_experts, int num_adapters) -> Tensor",
+    lambda ids, *others: torch.empty_like(ids, memory_format=torch.contiguous_format),
+)
+def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int, num_adapters: int) -> torch.Tensor:
+    """The group (expert, adapter) of each slot of ids (T, k) for adapter_ids (T,); -1 for ids that are no expert."""
+    if runs_triton(ids) and ids.numel() > 0:
+        from padless.nn.triton import low_rank as kernels
+
+        with on_device_of(ids):
+            return kernels.adapter_pairs(ids.contiguous(), adapter_ids.contiguous(), num_experts, num_adapters)
+    chosen = torch.where((adapter_ids >= 0) & (adapter_ids < num_adapters), adapter_ids, num_adapters)
+    pairs = ids * (num_adapters + 1) + chosen[:, None].to(ids.dtype)
+    return torch.where((ids >= 0) & (ids < num_experts), pairs, -1)
+
+
 def _down_fake(
     rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float
 ) -> torch.Tensor:

@@ -89,15 +89,18 @@ def _activation_gradient(
         if ARRANGEMENT == 0:
             of_gate = column
             to_up = I
-        elif ARRANGEMENT == 1:
+        else:
             of_gate = column // _RUN * (2 * _RUN) + column % _RUN
             to_up = _RUN
+        if ARRANGEMENT == 2:  # pairs are read and written together
+            wide = (tl.program_id(0) % chunks * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS))[None, :]
+            in_wide = (row < M) & (wide < 2 * I)
+            both = casts.to_float32(tl.load(h_ptr + row * (2 * I) + wide, mask=in_wide, other=0.0))
+            gate, up = tl.split(tl.reshape(both, (ROWS, COLUMNS, 2)))
         else:
-            of_gate = 2 * column
-            to_up = 1
-        place = row * (2 * I) + of_gate
-        gate = casts.to_float32(tl.load(h_ptr + place, mask=inside, other=0.0))
-        up = casts.to_float32(tl.load(h_ptr + place + to_up, mask=inside, other=0.0))
+            place = row * (2 * I) + of_gate
+            gate = casts.to_float32(tl.load(h_ptr + place, mask=inside, other=0.0))
+            up = casts.to_float32(tl.load(h_ptr + place + to_up, mask=inside, other=0.0))
         open_gate = 1.0
         open_up = 1.0
         if HAS_LIMIT:
@@ -108,5 +111,9 @@ def _activation_gradient(
         value, slope = _function_and_slope(gate, KIND, alpha, HARDWARE)
         d_gate = ((d * (up + up_offset)) * slope) * open_gate
         d_up = (d * value) * open_up
-        tl.store(out_ptr + place, arithmetic.rounded(d_gate, OUT), mask=inside)
-        tl.store(out_ptr + place + to_up, arithmetic.rounded(d_up, OUT), mask=inside)
+        if ARRANGEMENT == 2:
+            pairs = tl.reshape(tl.join(d_gate, d_up), (ROWS, 2 * COLUMNS))
+            tl.store(out_ptr + row * (2 * I) + wide, arithmetic.rounded(pairs, OUT), mask=in_wide)
+        else:
+            tl.store(out_ptr + place, arithmetic.rounded(d_gate, OUT), mask=inside)
+            tl.store(out_ptr + place + to_up, arithmetic.rounded(d_up, OUT), mask=inside)

@@ -9,6 +9,7 @@ bits depend on the row and the factors alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,23 +21,21 @@ from padless.quantization.triton import casts
 from padless.quantization.triton.launches import launch
 
 FACTORS = 8  # of a launch, which are parameters of the kernel
-_LIVE_ROWS, _PROGRAMS = 16, 1024  # fewer rows a program where that makes too few programs
-_DOWN_COLUMNS, _UP_COLUMNS = 128, 256
+_LIVE_ROWS, _PROGRAMS = 32, 512  # fewer rows a program where that makes too few programs
+_COLUMNS = 256
 
 
 def low_rank_down(
     rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int
 ) -> torch.Tensor:
     """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
-    rank = factors[0].shape[1]
+    _, rank, columns = factors[0].shape
     t = torch.empty((rows.shape[0], width), dtype=torch.bfloat16, device=rows.device)
-    for first, given in _launches(factors):
-        live = _live_rows(rows.shape[0])
+    live, block_r = _live_rows(rows.shape[0]), max(16, triton.next_power_of_2(width))
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
         launch(_down, ceil_div(rows.shape[0], live))(
-            rows, t, offs, *given, rows.shape[0], rows.shape[1], rows.stride(0), *given[0].stride(), offs.shape[0],
-            per_expert, first, min(len(factors) - first, FACTORS), scaling,
-            RANK=rank, WIDTH=width, LIVE=live, BLOCK_R=max(16, triton.next_power_of_2(width)),
-            BLOCK_K=_DOWN_COLUMNS, **_facts(given), num_warps=4 if rank > 32 else 2, enable_fp_fusion=False,
+            rows, t, offs, *given, rows.shape[0], rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
+            BLOCK_R=block_r, BLOCK_K=min(_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
         )  # fmt: skip
     return t
 
@@ -48,33 +47,60 @@ def low_rank_up(
     """`padless.nn.lora.low_rank.up`, of contiguous t and added; neither M nor N is 0."""
     _, columns, rank = factors[0].shape
     out = torch.empty((t.shape[0], columns), dtype=torch.bfloat16, device=t.device)
-    blocks = ceil_div(columns, _UP_COLUMNS)
-    for first, given in _launches(factors):
-        live = _live_rows(t.shape[0])
+    live, block_r = _live_rows(t.shape[0]), max(16, triton.next_power_of_2(rank))
+    block_n = min(_COLUMNS, 8192 // block_r)
+    of_program = block_n * (1 if live == 1 else 4)  # few rows are spread over more programs
+    blocks = ceil_div(columns, of_program)
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
         launch(_up, ceil_div(t.shape[0], live) * blocks)(
-            t, out, offs, *given, added if first == 0 else out, t.shape[0], columns, blocks, *given[0].stride(),
-            offs.shape[0], per_expert, first, min(len(factors) - first, FACTORS), scaling,
-            RANK=rank, WIDTH=t.shape[1], LIVE=live, BLOCK_R=max(16, triton.next_power_of_2(rank)),
-            BLOCK_N=_UP_COLUMNS, **_facts(given), num_warps=4, enable_fp_fusion=False,
+            t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
+            BLOCK_R=block_r, BLOCK_N=block_n, OF_PROGRAM=of_program, num_warps=4, **options,
         )  # fmt: skip
+        added = out
     return out
 
 
-def _launches(factors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
-    """Factors of each launch, filled up with its first, and the place of that one."""
-    same = len({(t.stride(), t.dtype) for t in factors}) == 1
-    of = factors if same else [t.contiguous() for t in factors]
-    parts = [(first, tuple(of[first : first + FACTORS])) for first in range(0, len(of), FACTORS)]
-    return [(first, some + some[:1] * (FACTORS - len(some))) for first, some in parts]
+def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int, num_adapters: int) -> torch.Tensor:
+    """`padless.nn.lora.low_rank.adapter_pairs`, of contiguous tensors; ids is not empty."""
+    out = torch.empty_like(ids)
+    launch(_pairs, ceil_div(ids.numel(), 256))(
+        ids, adapter_ids, out, ids.numel(), ids.shape[1], num_experts, num_adapters, SLOTS=256, num_warps=4
+    )
+    return out
 
 
-def _facts(factors: Sequence[torch.Tensor]) -> dict[str, bool]:
-    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in factors)
-    return {"ALIGNED": aligned, "HARDWARE": casts.casts_in_hardware(factors[0].device)}
+Launches = list[tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]]
+
+
+def _launches(
+    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, live: int
+) -> Launches:
+    """(factors, filled up with their first; strides and numbers; options) of each launch."""
+    if len({(t.stride(), t.dtype) for t in factors}) > 1:
+        factors = [t.contiguous() for t in factors]
+    hardware = casts.casts_in_hardware(offs.device)
+    found: Launches = []
+    for first in range(0, len(factors), FACTORS):
+        some = tuple(factors[first : first + FACTORS])
+        aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in some)
+        counts = (*some[0].stride(), offs.shape[0], per_expert, first, len(some), scaling)
+        options = {"LIVE": live, "ALIGNED": aligned, "HARDWARE": hardware, "enable_fp_fusion": False}
+        found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
+    return found
 
 
 def _live_rows(rows: int) -> int:
-    return min(_LIVE_ROWS, max(1, triton.next_power_of_2(ceil_div(rows, _PROGRAMS))))
+    return min(_LIVE_ROWS, max(1, triton.next_power_of_2(ceil_div(rows, 2 * _PROGRAMS))))
+
+
+@triton.jit(do_not_specialize=["slots", "num_adapters"])
+def _pairs(ids_ptr, adapter_ids_ptr, out_ptr, slots, top_k, num_experts, num_adapters, SLOTS: tl.constexpr):
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    expert = tl.load(ids_ptr + slot, mask=slot < slots, other=0)
+    adapter = tl.load(adapter_ids_ptr + slot // top_k, mask=slot < slots, other=0).to(expert.dtype)
+    adapter = tl.where((adapter >= 0) & (adapter < num_adapters), adapter, num_adapters)
+    pair = tl.where((expert >= 0) & (expert < num_experts), expert * (num_adapters + 1) + adapter, -1)
+    tl.store(out_ptr + slot, pair, mask=slot < slots)
 
 
 @triton.jit
@@ -92,8 +118,8 @@ def _group_of(offs_ptr, row, num_groups):
 
 
 @triton.jit
-def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter):
-    """The pointer of an adapter's factor."""
+def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED: tl.constexpr):
+    """The pointer of an adapter's factor of an expert."""
     found = f0
     if adapter == 1:
         found = f1
@@ -109,16 +135,16 @@ def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter):
         found = f6
     if adapter == 7:
         found = f7
-    return found
+    found += of_expert
+    return tl.multiple_of(found, 16) if ALIGNED else found
 
 
 @triton.jit
 def _product(x, factor, total, HARDWARE: tl.constexpr):
     """total + x @ factor, of bfloat16 x and factor rounded to it. The interpreter's product of bfloat16 is wrong."""
-    factor = rounded(casts.to_float32(factor), tl.bfloat16)
     if HARDWARE:
-        return tl.dot(x, factor, total)
-    return tl.dot(casts.to_float32(x), casts.to_float32(factor), total)
+        return tl.dot(x, factor.to(tl.bfloat16), total)
+    return tl.dot(casts.to_float32(x), casts.to_float32(rounded(casts.to_float32(factor), tl.bfloat16)), total)
 
 
 @triton.jit(do_not_specialize=["M", "num_groups", "per_expert", "first_factor", "num_factors"])
@@ -128,7 +154,6 @@ def _down(
     offs_ptr,  # (num_groups,) int32, ends of the groups
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, RANK, K), strides (expert_stride, rank_stride, k_stride)
     M,
-    K,
     row_stride,
     expert_stride,
     rank_stride,
@@ -138,50 +163,49 @@ def _down(
     first_factor,
     num_factors,
     scaling,
+    K: tl.constexpr,
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
-    LIVE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LIVE: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
+    ROWS: tl.constexpr = max(LIVE, 16)
     covered = tl.program_id(0) * LIVE
-    row = covered + tl.arange(0, 16)
+    row = covered + tl.arange(0, ROWS)
     end_of_rows = tl.minimum(covered + LIVE, M)
     j = tl.arange(0, BLOCK_R)
     long_row = row.to(tl.int64)[:, None]
-    group = _group_of(offs_ptr, covered, num_groups)
-    while (group < num_groups) & (covered < end_of_rows):
-        end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+    while covered < end_of_rows:
+        group = _group_of(offs_ptr, covered, num_groups)
+        end = end_of_rows
+        if group < num_groups:
+            end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
         adapter = group % per_expert - first_factor
-        if (adapter >= 0) & (adapter < num_factors):
-            factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter)
-            factor += (group // per_expert).to(tl.int64) * expert_stride
-            if ALIGNED:
-                factor = tl.multiple_of(factor, 16)
-            mine = (row >= covered) & (row < end)
-            total = tl.zeros((16, BLOCK_R), tl.float32)
-            start = covered * 0
-            while start < K:
+        if (group < num_groups) & (adapter >= 0) & (adapter < num_factors):
+            of_expert = (group // per_expert).to(tl.int64) * expert_stride
+            factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
+            mine = ((row >= covered) & (row < end))[:, None]
+            total = tl.zeros((ROWS, BLOCK_R), tl.float32)
+            for start in tl.range(0, K, BLOCK_K, num_stages=4):
                 k = start + tl.arange(0, BLOCK_K)
                 inside = (k < K)[None, :]
-                x = tl.load(rows_ptr + long_row * row_stride + k[None, :], mask=mine[:, None] & inside, other=0.0)
+                x = tl.load(rows_ptr + long_row * row_stride + k[None, :], mask=mine & inside, other=0.0)
                 a = tl.load(
                     factor + j[:, None] * rank_stride + k[None, :] * k_stride,
                     mask=(j < RANK)[:, None] & inside, other=0.0,
                 )  # fmt: skip
                 total = _product(x, tl.trans(a), total, HARDWARE)
-                start += BLOCK_K
             tl.store(
                 t_ptr + long_row * WIDTH + j[None, :], rounded(total * scaling, tl.bfloat16),
-                mask=mine[:, None] & (j < WIDTH)[None, :],
+                mask=mine & (j < WIDTH)[None, :],
             )  # fmt: skip
         covered = end
-        group = _group_of(offs_ptr, covered, num_groups)
 
 
-@triton.jit(do_not_specialize=["M", "num_groups", "per_expert", "first_factor", "num_factors"])
+@triton.jit(do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors"])
 def _up(
     t_ptr,  # (M, WIDTH) bfloat16
     out_ptr,  # (M, N) bfloat16
@@ -190,7 +214,7 @@ def _up(
     added_ptr,  # (M, N) bfloat16, which may be out; None for zeros
     M,
     N,
-    blocks,
+    blocks,  # programs for the columns of a row
     expert_stride,
     n_stride,
     rank_stride,
@@ -201,42 +225,45 @@ def _up(
     scaling,
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
-    LIVE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OF_PROGRAM: tl.constexpr,  # columns
+    LIVE: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Rows of no group and of groups without a factor are `added`."""
+    ROWS: tl.constexpr = max(LIVE, 16)
     covered = tl.program_id(0) // blocks * LIVE
-    row = covered + tl.arange(0, 16)
+    row = covered + tl.arange(0, ROWS)
     end_of_rows = tl.minimum(covered + LIVE, M)
-    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % blocks * OF_PROGRAM
     j = tl.arange(0, BLOCK_R)
-    place = row.to(tl.int64)[:, None] * N + n[None, :]
-    result = tl.zeros((16, BLOCK_N), tl.float32)
-    group = _group_of(offs_ptr, covered, num_groups)
-    while (group < num_groups) & (covered < end_of_rows):
-        end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+    long_row = row.to(tl.int64)[:, None]
+    while covered < end_of_rows:
+        group = _group_of(offs_ptr, covered, num_groups)
+        end = end_of_rows
+        if group < num_groups:
+            end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+        mine = ((row >= covered) & (row < end))[:, None]
         adapter = group % per_expert - first_factor
-        if (adapter >= 0) & (adapter < num_factors):
-            factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter)
-            factor += (group // per_expert).to(tl.int64) * expert_stride
-            if ALIGNED:
-                factor = tl.multiple_of(factor, 16)
-            mine = ((row >= covered) & (row < end))[:, None]
-            t = tl.load(
-                t_ptr + row.to(tl.int64)[:, None] * WIDTH + j[None, :], mask=mine & (j < RANK)[None, :], other=0.0
-            )
+        has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
+        of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
+        factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
+        in_rank = (j < RANK) & has_factor
+        t = tl.load(t_ptr + long_row * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
+        for start in tl.range(0, OF_PROGRAM, BLOCK_N, num_stages=3):
+            n = first + start + tl.arange(0, BLOCK_N)
             b = tl.load(
                 factor + n[None, :].to(tl.int64) * n_stride + j[:, None] * rank_stride,
-                mask=(j < RANK)[:, None] & (n < N)[None, :], other=0.0,
+                mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
             )  # fmt: skip
-            total = _product(t, b, tl.zeros((16, BLOCK_N), tl.float32), HARDWARE)
-            result = tl.where(mine, total * scaling, result)
+            place = long_row * N + n[None, :]
+            inside = mine & (n < N)[None, :]
+            result = _product(t, b, tl.zeros((ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
+            if added_ptr is not None:
+                added = casts.to_float32(tl.load(added_ptr + place, mask=inside, other=0.0))
+                # A row without an adapter keeps its bits, the sign of zero too.
+                result = tl.where(has_factor, result + added, added)
+            tl.store(out_ptr + place, rounded(result, tl.bfloat16), mask=inside)
         covered = end
-        group = _group_of(offs_ptr, covered, num_groups)
-    inside = (row < end_of_rows)[:, None] & (n < N)[None, :]
-    if added_ptr is not None:
-        result += casts.to_float32(tl.load(added_ptr + place, mask=inside, other=0.0))
-    tl.store(out_ptr + place, rounded(result, tl.bfloat16), mask=inside)

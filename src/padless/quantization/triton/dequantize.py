@@ -18,6 +18,7 @@ from padless.quantization.triton.row_blocks import ELEMENTS
 
 FORMATS = frozenset(ELEMENTS)
 _ROWS, _COLUMNS = 16, 256
+_TO_E2M1 = tl.constexpr(2.0**126)
 _TILE_ROWS, _TILE_COLUMNS = tl.constexpr(TILE_ROWS), tl.constexpr(TILE_COLUMNS)
 
 
@@ -33,20 +34,16 @@ def dequantized_weights(weights: BlockScaledTensor) -> torch.Tensor:
         weights.scale_columns, round_up(n, TILE_ROWS),
         ELEMENT=ELEMENTS[weights.format], BLOCK=weights.format.block_k, IS_NVFP4=weights.format == NVFP4,
         BLOCKED=weights.scale_layout == "blocked", GLOBAL_BY_GROUP=given is not None and given.numel() > 1,
-        ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4, enable_fp_fusion=False,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, HARDWARE=casts.casts_in_hardware(out.device), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _from_e2m1(codes):
-    """float32 of e2m1 codes (uint8): made in the bits of a float32, subnormals as halves."""
+    """float32 of e2m1 codes (uint8), whose exponent and mantissa are those of a float32 that is 2^126 times as small."""
     bits = codes.to(tl.int32)
-    magnitude = bits & 7
-    normal = (magnitude + ((127 - 1) << 1)) << 22
-    sign = (bits & 8) << 28
-    half = tl.where(magnitude == 1, 0x3F000000, 0)
-    return (tl.where(magnitude < 2, half, normal) | sign).to(tl.float32, bitcast=True)
+    return (((bits & 7) << 22) | ((bits & 8) << 28)).to(tl.float32, bitcast=True) * _TO_E2M1
 
 
 @triton.jit
@@ -76,6 +73,7 @@ def _dequantize(
     GLOBAL_BY_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     chunk = tl.program_id(0) % chunks
@@ -91,7 +89,7 @@ def _dequantize(
         place = chunk * COLUMNS + tl.arange(0, COLUMNS)
         codes = tl.load(codes_ptr + row[:, None] * K + place[None, :], mask=there & (place < K)[None, :], other=0)
         if ELEMENT == "e4m3":
-            flat = arithmetic.from_e4m3(codes, False)
+            flat = arithmetic.from_e4m3(codes, HARDWARE)
         else:
             flat = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
         value = tl.reshape(flat, (ROWS, BLOCKS, BLOCK))
@@ -106,7 +104,7 @@ def _dequantize(
     else:
         scale_place = row[:, None] * scale_columns + block[None, :]
     scale_codes = tl.load(scale_ptr + scale_place, mask=there & (block < scale_columns)[None, :], other=0)
-    scale = arithmetic.from_e4m3(scale_codes, False) if IS_NVFP4 else _from_e8m0(scale_codes)
+    scale = arithmetic.from_e4m3(scale_codes, HARDWARE) if IS_NVFP4 else _from_e8m0(scale_codes)
     value = value * scale[:, :, None]
     if global_ptr is not None:
         if GLOBAL_BY_GROUP:
@@ -117,6 +115,6 @@ def _dequantize(
     column = chunk * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(
         out_ptr + row[:, None] * K + column[None, :],
-        tl.reshape(arithmetic.rounded(value, tl.bfloat16), (ROWS, COLUMNS)),
+        tl.reshape(value.to(tl.bfloat16) if HARDWARE else arithmetic.rounded(value, tl.bfloat16), (ROWS, COLUMNS)),
         mask=there & (column < K)[None, :],
     )
