@@ -21,8 +21,9 @@ from padless.quantization.triton import casts
 from padless.quantization.triton.launches import launch
 
 FACTORS = 8  # of a launch, which are parameters of the kernel
-_LIVE_ROWS, _PROGRAMS = 32, 512  # fewer rows a program where that makes too few programs
-_COLUMNS = 256
+_ROWS = tl.constexpr(16)  # of a program, the least that tensor cores take; fewer live ones where programs are few
+_PROGRAMS = 1024
+_DOWN_COLUMNS, _UP_COLUMNS = 128, 256
 
 
 def low_rank_down(
@@ -35,7 +36,7 @@ def low_rank_down(
     for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
         launch(_down, ceil_div(rows.shape[0], live))(
             rows, t, offs, *given, rows.shape[0], rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
-            BLOCK_R=block_r, BLOCK_K=min(_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
+            BLOCK_R=block_r, BLOCK_K=min(_DOWN_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
         )  # fmt: skip
     return t
 
@@ -48,13 +49,12 @@ def low_rank_up(
     _, columns, rank = factors[0].shape
     out = torch.empty((t.shape[0], columns), dtype=torch.bfloat16, device=t.device)
     live, block_r = _live_rows(t.shape[0]), max(16, triton.next_power_of_2(rank))
-    block_n = min(_COLUMNS, 8192 // block_r)
-    of_program = block_n * (1 if live == 1 else 4)  # few rows are spread over more programs
-    blocks = ceil_div(columns, of_program)
+    block_n = min(_UP_COLUMNS, 8192 // block_r)
+    blocks = ceil_div(columns, block_n)
     for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
         launch(_up, ceil_div(t.shape[0], live) * blocks)(
             t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
-            BLOCK_R=block_r, BLOCK_N=block_n, OF_PROGRAM=of_program, num_warps=4, **options,
+            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=8, **options,
         )  # fmt: skip
         added = out
     return out
@@ -90,7 +90,7 @@ def _launches(
 
 
 def _live_rows(rows: int) -> int:
-    return min(_LIVE_ROWS, max(1, triton.next_power_of_2(ceil_div(rows, 2 * _PROGRAMS))))
+    return min(_ROWS.value, max(1, triton.next_power_of_2(ceil_div(rows, 2 * _PROGRAMS))))
 
 
 @triton.jit(do_not_specialize=["slots", "num_adapters"])
@@ -140,6 +140,11 @@ def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED: tl.cons
 
 
 @triton.jit
+def _bfloat16(x, HARDWARE: tl.constexpr):
+    return x.to(tl.bfloat16) if HARDWARE else rounded(x, tl.bfloat16)
+
+
+@triton.jit
 def _product(x, factor, total, HARDWARE: tl.constexpr):
     """total + x @ factor, of bfloat16 x and factor rounded to it. The interpreter's product of bfloat16 is wrong."""
     if HARDWARE:
@@ -172,12 +177,13 @@ def _down(
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = max(LIVE, 16)
     covered = tl.program_id(0) * LIVE
-    row = covered + tl.arange(0, ROWS)
+    rows_ptr += covered.to(tl.int64) * row_stride
+    t_ptr += covered.to(tl.int64) * WIDTH
+    live = tl.arange(0, _ROWS)
+    row = covered + live
     end_of_rows = tl.minimum(covered + LIVE, M)
     j = tl.arange(0, BLOCK_R)
-    long_row = row.to(tl.int64)[:, None]
     while covered < end_of_rows:
         group = _group_of(offs_ptr, covered, num_groups)
         end = end_of_rows
@@ -188,18 +194,18 @@ def _down(
             of_expert = (group // per_expert).to(tl.int64) * expert_stride
             factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
             mine = ((row >= covered) & (row < end))[:, None]
-            total = tl.zeros((ROWS, BLOCK_R), tl.float32)
+            total = tl.zeros((_ROWS, BLOCK_R), tl.float32)
             for start in tl.range(0, K, BLOCK_K, num_stages=4):
                 k = start + tl.arange(0, BLOCK_K)
                 inside = (k < K)[None, :]
-                x = tl.load(rows_ptr + long_row * row_stride + k[None, :], mask=mine & inside, other=0.0)
+                x = tl.load(rows_ptr + live[:, None] * row_stride + k[None, :], mask=mine & inside, other=0.0)
                 a = tl.load(
                     factor + j[:, None] * rank_stride + k[None, :] * k_stride,
                     mask=(j < RANK)[:, None] & inside, other=0.0,
                 )  # fmt: skip
                 total = _product(x, tl.trans(a), total, HARDWARE)
             tl.store(
-                t_ptr + long_row * WIDTH + j[None, :], rounded(total * scaling, tl.bfloat16),
+                t_ptr + live[:, None] * WIDTH + j[None, :], _bfloat16(total * scaling, HARDWARE),
                 mask=mine & (j < WIDTH)[None, :],
             )  # fmt: skip
         covered = end
@@ -227,43 +233,44 @@ def _up(
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OF_PROGRAM: tl.constexpr,  # columns
     LIVE: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Rows of no group and of groups without a factor are `added`."""
-    ROWS: tl.constexpr = max(LIVE, 16)
     covered = tl.program_id(0) // blocks * LIVE
-    row = covered + tl.arange(0, ROWS)
+    live = tl.arange(0, _ROWS)
+    row = covered + live
     end_of_rows = tl.minimum(covered + LIVE, M)
-    first = tl.program_id(0) % blocks * OF_PROGRAM
+    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, BLOCK_R)
-    long_row = row.to(tl.int64)[:, None]
+    place = live[:, None] * N + n[None, :]
+    t_ptr += covered.to(tl.int64) * WIDTH
+    out_ptr += covered.to(tl.int64) * N
+    if added_ptr is not None:
+        added_ptr += covered.to(tl.int64) * N
     while covered < end_of_rows:
         group = _group_of(offs_ptr, covered, num_groups)
         end = end_of_rows
         if group < num_groups:
             end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
         mine = ((row >= covered) & (row < end))[:, None]
+        inside = mine & (n < N)[None, :]
+        if added_ptr is not None:
+            added = tl.load(added_ptr + place, mask=inside, other=0.0)
         adapter = group % per_expert - first_factor
         has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
         of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
         factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
         in_rank = (j < RANK) & has_factor
-        t = tl.load(t_ptr + long_row * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
-        for start in tl.range(0, OF_PROGRAM, BLOCK_N, num_stages=3):
-            n = first + start + tl.arange(0, BLOCK_N)
-            b = tl.load(
-                factor + n[None, :].to(tl.int64) * n_stride + j[:, None] * rank_stride,
-                mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
-            )  # fmt: skip
-            place = long_row * N + n[None, :]
-            inside = mine & (n < N)[None, :]
-            result = _product(t, b, tl.zeros((ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
-            if added_ptr is not None:
-                added = casts.to_float32(tl.load(added_ptr + place, mask=inside, other=0.0))
-                # A row without an adapter keeps its bits, the sign of zero too.
-                result = tl.where(has_factor, result + added, added)
-            tl.store(out_ptr + place, rounded(result, tl.bfloat16), mask=inside)
+        t = tl.load(t_ptr + live[:, None] * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
+        b = tl.load(
+            factor + n[None, :] * n_stride + j[:, None] * rank_stride,
+            mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
+        )  # fmt: skip
+        result = _product(t, b, tl.zeros((_ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
+        if added_ptr is not None:
+            # A row without an adapter keeps its bits, the sign of zero too.
+            result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
+        tl.store(out_ptr + place, _bfloat16(result, HARDWARE), mask=inside)
         covered = end
