@@ -21,9 +21,10 @@ from padless.quantization.triton import casts
 from padless.quantization.triton.launches import launch
 
 FACTORS = 8  # of a launch, which are parameters of the kernel
-_ROWS = tl.constexpr(16)  # of a program, the least that tensor cores take; fewer live ones where programs are few
-_PROGRAMS = 1024
-_DOWN_COLUMNS, _UP_COLUMNS = 128, 256
+_ROWS = 32  # of a program at most: fewer where that makes too few programs, or many groups one after the other
+_PROGRAMS = 512
+_COLUMNS = 128
+_LARGE = tl.constexpr(2**31 - 1)
 
 
 def low_rank_down(
@@ -32,11 +33,12 @@ def low_rank_down(
     """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
     _, rank, columns = factors[0].shape
     t = torch.empty((rows.shape[0], width), dtype=torch.bfloat16, device=rows.device)
-    live, block_r = _live_rows(rows.shape[0]), max(16, triton.next_power_of_2(width))
+    block_r = max(16, triton.next_power_of_2(width))
+    live = _live_rows(rows.shape[0], 1, offs.shape[0])
     for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
         launch(_down, ceil_div(rows.shape[0], live))(
             rows, t, offs, *given, rows.shape[0], rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
-            BLOCK_R=block_r, BLOCK_K=min(_DOWN_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
+            BLOCK_R=block_r, BLOCK_K=min(_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
         )  # fmt: skip
     return t
 
@@ -48,13 +50,14 @@ def low_rank_up(
     """`padless.nn.lora.low_rank.up`, of contiguous t and added; neither M nor N is 0."""
     _, columns, rank = factors[0].shape
     out = torch.empty((t.shape[0], columns), dtype=torch.bfloat16, device=t.device)
-    live, block_r = _live_rows(t.shape[0]), max(16, triton.next_power_of_2(rank))
-    block_n = min(_UP_COLUMNS, 8192 // block_r)
+    block_r = max(16, triton.next_power_of_2(rank))
+    block_n = min(_COLUMNS, 8192 // block_r)
     blocks = ceil_div(columns, block_n)
+    live = _live_rows(t.shape[0], blocks, offs.shape[0])
     for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
         launch(_up, ceil_div(t.shape[0], live) * blocks)(
             t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
-            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=8, **options,
+            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=8 if live == _ROWS else 4, **options,
         )  # fmt: skip
         added = out
     return out
@@ -78,19 +81,28 @@ def _launches(
     """(factors, filled up with their first; strides and numbers; options) of each launch."""
     if len({(t.stride(), t.dtype) for t in factors}) > 1:
         factors = [t.contiguous() for t in factors]
-    hardware = casts.casts_in_hardware(offs.device)
+    hardware, groups = casts.casts_in_hardware(offs.device), triton.next_power_of_2(offs.shape[0])
     found: Launches = []
     for first in range(0, len(factors), FACTORS):
         some = tuple(factors[first : first + FACTORS])
         aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in some)
         counts = (*some[0].stride(), offs.shape[0], per_expert, first, len(some), scaling)
-        options = {"LIVE": live, "ALIGNED": aligned, "HARDWARE": hardware, "enable_fp_fusion": False}
-        found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
+        options = {
+            "LIVE": live,
+            "ROWS": max(live, 16),
+            "GROUPS": groups,
+            "ALIGNED": aligned,
+            "HARDWARE": hardware,
+            "enable_fp_fusion": False,
+        }
+        found.append((some + some[:1] * (FACTORS - len(some)), counts, options | {"enable_fp_fusion": False}))
     return found
 
 
-def _live_rows(rows: int) -> int:
-    return min(_ROWS.value, max(1, triton.next_power_of_2(ceil_div(rows, 2 * _PROGRAMS))))
+def _live_rows(rows: int, blocks: int, groups: int) -> int:
+    """Rows of a program, a power of two: the more, the less is read of factors."""
+    wanted = min(_ROWS, rows * blocks // _PROGRAMS, rows // (2 * groups))
+    return 1 << max(wanted.bit_length() - 1, 0)
 
 
 @triton.jit(do_not_specialize=["slots", "num_adapters"])
@@ -104,17 +116,9 @@ def _pairs(ids_ptr, adapter_ids_ptr, out_ptr, slots, top_k, num_experts, num_ada
 
 
 @triton.jit
-def _group_of(offs_ptr, row, num_groups):
-    """The first group that ends behind the row, num_groups where none does."""
-    low = row * 0
-    high = low + num_groups
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(offs_ptr + middle) > row:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def _group_of(ends, row):
+    """The group of a row and its end; behind the last one the number of groups and a large number."""
+    return tl.sum((ends <= row).to(tl.int32)), tl.min(tl.where(ends > row, ends, _LARGE))
 
 
 @triton.jit
@@ -174,27 +178,29 @@ def _down(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LIVE: tl.constexpr,
+    ROWS: tl.constexpr,  # LIVE, or the 16 that tensor cores take
+    GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     covered = tl.program_id(0) * LIVE
     rows_ptr += covered.to(tl.int64) * row_stride
     t_ptr += covered.to(tl.int64) * WIDTH
-    live = tl.arange(0, _ROWS)
+    live = tl.arange(0, ROWS)
     row = covered + live
     end_of_rows = tl.minimum(covered + LIVE, M)
     j = tl.arange(0, BLOCK_R)
+    place_of_end = tl.arange(0, GROUPS)
+    ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
     while covered < end_of_rows:
-        group = _group_of(offs_ptr, covered, num_groups)
-        end = end_of_rows
-        if group < num_groups:
-            end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+        group, end = _group_of(ends, covered)
+        end = tl.minimum(end, end_of_rows)
         adapter = group % per_expert - first_factor
         if (group < num_groups) & (adapter >= 0) & (adapter < num_factors):
             of_expert = (group // per_expert).to(tl.int64) * expert_stride
             factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
             mine = ((row >= covered) & (row < end))[:, None]
-            total = tl.zeros((_ROWS, BLOCK_R), tl.float32)
+            total = tl.zeros((ROWS, BLOCK_R), tl.float32)
             for start in tl.range(0, K, BLOCK_K, num_stages=4):
                 k = start + tl.arange(0, BLOCK_K)
                 inside = (k < K)[None, :]
@@ -234,12 +240,14 @@ def _up(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LIVE: tl.constexpr,
+    ROWS: tl.constexpr,  # LIVE, or the 16 that tensor cores take
+    GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Rows of no group and of groups without a factor are `added`."""
     covered = tl.program_id(0) // blocks * LIVE
-    live = tl.arange(0, _ROWS)
+    live = tl.arange(0, ROWS)
     row = covered + live
     end_of_rows = tl.minimum(covered + LIVE, M)
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -249,11 +257,11 @@ def _up(
     out_ptr += covered.to(tl.int64) * N
     if added_ptr is not None:
         added_ptr += covered.to(tl.int64) * N
+    place_of_end = tl.arange(0, GROUPS)
+    ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
     while covered < end_of_rows:
-        group = _group_of(offs_ptr, covered, num_groups)
-        end = end_of_rows
-        if group < num_groups:
-            end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+        group, end = _group_of(ends, covered)
+        end = tl.minimum(end, end_of_rows)
         mine = ((row >= covered) & (row < end))[:, None]
         inside = mine & (n < N)[None, :]
         if added_ptr is not None:
@@ -268,7 +276,7 @@ def _up(
             factor + n[None, :] * n_stride + j[:, None] * rank_stride,
             mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
         )  # fmt: skip
-        result = _product(t, b, tl.zeros((_ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
+        result = _product(t, b, tl.zeros((ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
         if added_ptr is not None:
             # A row without an adapter keeps its bits, the sign of zero too.
             result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
