@@ -204,7 +204,7 @@ def wgrad_lines(arch: str) -> Iterator[Options]:
     adding = [_OTHERS | k | {"accumulate": True} for k in (*_KERNELS, *_ADDING) if k["out"] == "float32"]
     for seed, (sizes, past, n, k, alignments) in enumerate(_WGRADS):
         shape = {"sizes": [*sizes], "past": past, "n": n, "k": k, "alignments": [*alignments], "seed": seed}
-        for kernel, normal in itertools.product(storing, (True, False)):
+        for normal, kernel in itertools.product((True, False), sorted(storing, key=itemgetter("mode"))):
             if normal or len(sizes) * n * k <= _LARGE:
                 properties = ["near", "bits", "changes"] if normal else ["bits"]
                 yield kernel | shape | {"normal": normal, "properties": properties}
