@@ -410,7 +410,7 @@ def test_problems_that_share_a_reference_have_the_same_operands(call: str) -> No
     place, lines = place_of("reference"), SUBJECTS[call].lines("sm_90a")
     small = [o for o in lines if "bits" in o["properties"] and o["sizes"] == [5, 0, 130, 1]]
     for o in small:
-        one = {COLUMNS: training.Wgrad, ROWS: plain.Wgrad}.get(call, plain.Product)(o, place)
+        one: Any = {COLUMNS: training.Wgrad, ROWS: plain.Wgrad}.get(call, plain.Product)(o, place)
         found = [bits(t) for t in case.tensors_of(one.operands)]
         same = made.setdefault(case.reference_of(one), found)
         assert all(map(torch.equal, found, same)), o
