@@ -246,6 +246,18 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         "quantize_weight_both",
         after(lambda both: (both[0], tensor_nudged(both[1]))),
     ),
+    "a scale of random roundings": (
+        "quantize_nvfp4_stochastic",
+        quantizers,
+        "quantize_nvfp4_stochastic",
+        after(scale_nudged),
+    ),
+    "a rotated value": (
+        "quantize_nvfp4_stochastic",
+        quantizers,
+        "random_hadamard",
+        after(lambda t: t * (1 + 2.0**-12)),
+    ),
     "slack that is not zero": (
         "quantize_rows_columns",
         quantizers,

@@ -62,9 +62,32 @@ SUBJECTS: dict[str, Subject] = {
     "grouped_gemm_quant": Subject(_QUANT, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_swiglu_quant": Subject(_SWIGLU, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_epilogue": Subject(_EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True),
-    "quantize": Subject(quantizers.constants, quantizers.rest, quantizers.judge_quantize, 20, 12, kind=kinds.quantize),
+    "quantize": Subject(
+        quantizers.constants,
+        quantizers.rest,
+        quantizers.judge_quantize,
+        20,
+        12,
+        kind=kinds.quantize,
+        lines=quantizers.lines,
+    ),
     "quantize_weight_both": Subject(
-        quantizers.both_constants, quantizers.both_rest, quantizers.judge_weight_both, 6, 4, kind=kinds.weight_both
+        quantizers.both_constants,
+        quantizers.both_rest,
+        quantizers.judge_weight_both,
+        6,
+        4,
+        kind=kinds.weight_both,
+        lines=quantizers.both_lines,
+    ),
+    "quantize_nvfp4_stochastic": Subject(
+        quantizers.random_constants,
+        quantizers.random_rest,
+        quantizers.judge_random,
+        3,
+        2,
+        kind=kinds.random,
+        lines=quantizers.random_lines,
     ),
     "quantize_rows_columns": Subject(
         quantizers.columns_constants,
@@ -73,6 +96,7 @@ SUBJECTS: dict[str, Subject] = {
         6,
         4,
         kind=kinds.rows_columns,
+        lines=quantizers.columns_lines,
     ),
     "swiglu_backward_quantize": Subject(
         training.swiglu_constants,
@@ -81,6 +105,7 @@ SUBJECTS: dict[str, Subject] = {
         5,
         4,
         kind=kinds.swiglu_backward,
+        lines=training.swiglu_lines,
     ),
     "grouped_gemm_wgrad": Subject(
         training.wgrad_constants,
