@@ -2,50 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 
 from padless.moe import ops, twins
+from padless.testing.bits import bits
 from padless.verify import moe as verify_moe
+from padless.verify.fuzz.layers import EDGES, draw_ids
+from padless.verify.fuzz.place import place_of
+from padless.verify.fuzz.problem import Options
+from padless.verify.fuzz.subjects import SUBJECTS
+from padless.verify.lines import check_of
+from padless.verify.moe_edges import PASSES
+
+CALLS = {
+    "moe.route": "route",
+    "moe.gather_quantize": "route_quantize",
+    "moe.activate_quantize": "activate_quantize",
+    "moe.combine": "combine",
+}
+
+OTHERS = [("moe.combine", "combine_backward"), ("moe.gather_quantize", "gather_quantize")]
 
 
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_moe, "DEVICE", "cpu")
+def few(call: str, edges: bool, arch: str) -> list[Options]:
+    """The smallest of a call's fixed problems, or those of the edges."""
+    lines = [*SUBJECTS[call].lines(arch)]
+    at_edges = [o for o in lines if o.get("n", o.get("k")) == 256 or o.get("experts") == 20]
+    return at_edges if edges else [o for o in lines if sum(o.get(name) or 0 for name in ("tokens", "rows")) <= 64][:40]
 
 
-def _check_passes() -> list[str]:
-    return [check() for check in verify_moe.PASSES.values()]
+def checked(call: str, edges: bool = False) -> str:
+    return check_of(call, partial(few, call, edges)).on("reference")
 
 
-def test_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of the check runs; what it compares are the twins with themselves."""
-    monkeypatch.setattr(verify_moe, "ROUTINGS", verify_moe.ROUTINGS[:3])
-    monkeypatch.setattr(verify_moe, "GATHERS", ((9, 3, 4, 272),))
-    monkeypatch.setattr(verify_moe, "ACTIVATIONS", verify_moe.ACTIVATIONS[:2])
-    assert all("bit for bit" in detail for detail in _check_passes())
+@pytest.mark.parametrize("call", CALLS)
+def test_passes_on_the_cpu(call: str) -> None:
+    """The code of the check runs; what it compares are the twins with themselves, and with other rules."""
+    assert int(checked(call).split()[0]) > 1000
+    assert int(checked(call, edges=True).split()[0]) > 1000
 
 
-@pytest.mark.parametrize("planted", ["route", "combine", "combine_backward"])
-def test_a_wrong_pass_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_moe, "ROUTINGS", ((9, 2, 4),))
-    monkeypatch.setattr(verify_moe, "GATHERS", ((9, 3, 4, 272),))
-    monkeypatch.setattr(verify_moe, "ACTIVATIONS", ())
+def test_edges_are_there() -> None:
+    """No tokens, k of 1 and 16, an expert with every slot, ids that are no expert."""
+    found = [draw_ids(o, place_of("reference")) for o in EDGES]
+    assert any(len(ids) == 0 for ids in found)
+    assert {ids.shape[1] for ids in found} >= {1, 16}
+    assert any(len(ids) > 128 and ids.unique().tolist() == [19] for ids in found)
+    assert any(len(ids) and ((ids < 0) | (ids >= 20)).all() for ids in found)
+    assert any((ids < 0).any() and (ids >= 20).any() and ((ids >= 0) & (ids < 20)).any() for ids in found)
+    for call in CALLS:
+        slots = {o["tokens"] * o["top_k"] for o in EDGES}
+        assert slots <= {o.get("rows", o.get("tokens", 0) * o.get("top_k", 0)) for o in SUBJECTS[call].lines("sm_90a")}
+
+
+@pytest.mark.parametrize("edges", [False, True])
+@pytest.mark.parametrize(
+    ("call", "planted"),
+    [*CALLS.items(), ("moe.combine", "combine_backward"), ("moe.gather_quantize", "gather_quantize")],
+)
+def test_a_wrong_pass_is_noticed(call: str, planted: str, edges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last element of one output is another."""
     function = ops._FUNCTIONS[planted]
 
     def wrong(*arguments: object) -> object:
         result = function(*arguments)
-        first = result if isinstance(result, torch.Tensor) else result[-1]
+        first = result if isinstance(result, torch.Tensor) else result[-1 if planted != "activate_quantize" else 0]
         if first.numel():
-            first.view(-1)[-1] += 1
+            bits(first)[tuple(size - 1 for size in first.shape)] ^= 1
         return result
 
     monkeypatch.setitem(ops._FUNCTIONS, planted, wrong)
     with pytest.raises(AssertionError):
-        _check_passes()
+        checked(call, edges)
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -92,7 +126,7 @@ def test_what_the_rehearsal_lists() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_moe, "DEVICE", "cuda")
-    _check_passes()
-    verify_moe.CHECK()
+def test_on_the_gpu() -> None:
+    every: list[Callable[[], str]] = [*PASSES.values(), verify_moe.CHECK]
+    for check in every:
+        check()

@@ -37,9 +37,7 @@ def test_edges_are_there() -> None:
     assert (found["some ids are no expert"] < 0).any()
 
 
-def test_passes_and_layers_on_the_cpu(first_layer: None) -> None:
-    """The code of the checks runs; what the first compares are the twins with themselves."""
-    assert "bit for bit" in moe_edges.check_edges()
+def test_layers_on_the_cpu(first_layer: None) -> None:
     assert "elements" in LAYERS.on("reference", "sm_90a")
 
 
@@ -60,22 +58,6 @@ def test_operators_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_of_every_format_on_the_cpu() -> None:
     LAYERS.on("reference", "sm_90a")
     LAYERS.on("reference", "sm_100a")
-
-
-@pytest.mark.parametrize("planted", ["route", "gather_quantize", "combine", "combine_backward", "activate_quantize"])
-def test_a_wrong_pass_is_noticed(planted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = ops._FUNCTIONS[planted]
-
-    def wrong(*arguments: object) -> object:
-        result = function(*arguments)
-        first = result if isinstance(result, torch.Tensor) else result[0]
-        if first.numel():
-            first.view(-1)[-1] += 1
-        return result
-
-    monkeypatch.setitem(ops._FUNCTIONS, planted, wrong)
-    with pytest.raises(AssertionError):
-        moe_edges.check_edges()
 
 
 @pytest.mark.parametrize("planted", ["tail counted", "dx of half", "dweights of others", "moe doubled"])
@@ -128,8 +110,8 @@ def test_verify_has_the_checks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["edges of the MoE layer's passes", "operators of the MoE layer"])
-def test_passes_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["operators of the MoE layer"])
+def test_operators_on_the_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_moe, "DEVICE", "cuda")
     moe_edges.CHECKS[name]()
 

@@ -1,11 +1,10 @@
-"""The checks of ``padless verify`` for the Mixture-of-Experts layer: its passes, and the layer as a whole.
+"""The check of ``padless verify`` for the Mixture-of-Experts layer as a whole.
 
-Each raises AssertionError. Inputs are random, with ids that are no expert among them and NaN in what must not be read.
+Inputs are random, with ids that are no expert among them and NaN in what must not be read.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,31 +12,10 @@ from typing import Any
 
 import torch
 
-from padless.formats import (
-    FORMAT_BY_NAME,
-    FORMATS,
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    BlockScaledFormat,
-    BlockScaledTensor,
-)
-from padless.moe import (
-    Activation,
-    activate_quantize,
-    combine,
-    combine_backward,
-    gather_backward,
-    gather_quantize,
-    moe,
-    route,
-    route_quantize,
-    twins,
-)
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.moe import Activation, moe, twins
 from padless.moe.layer import Projection
 from padless.quantization.quantize import dequantize, quantize
-from padless.runtime.choices import ScaleLayout
 from padless.testing.bits import differing
 from padless.testing.guarded import POISON
 from padless.verify.checks import Check
@@ -45,28 +23,6 @@ from padless.verify.fuzz.place import Place
 from padless.verify.tiles import pairs_of
 
 DEVICE = "cuda"
-# (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
-ROUTINGS = (
-    (0, 4, 8),
-    (1, 8, 128),
-    (64, 8, 512),
-    (61, 16, 60),
-    (513, 8, 257),
-    (4097, 1, 512),
-    (8192, 8, 128),
-    (20011, 6, 64),
-)
-# (tokens, k, experts, columns)
-GATHERS = ((1, 8, 16, 256), (64, 8, 128, 2880), (700, 3, 9, 1040), (3000, 8, 64, 512))
-ACTIVATIONS = (
-    *(Activation("swiglu", gate_up) for gate_up in ("concatenated", "interleaved", "alternating")),
-    Activation("swiglu", "alternating", alpha=1.702, limit=7.0, up_offset=1.0),
-    Activation("geglu", limit=3.0),
-    Activation("relu2"),
-    Activation("gelu"),
-    Activation("silu"),
-)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def draw_ids(tokens: int, top_k: int, experts: int, seed: int) -> torch.Tensor:
@@ -86,134 +42,6 @@ def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> int:
     wrong = differing(got, want, any_nan=True)
     assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} differ"
     return got.numel()
-
-
-def same_quantized(name: str, got: BlockScaledTensor, want: BlockScaledTensor) -> None:
-    """Raises AssertionError unless codes and scales are equal in every bit."""
-    same_bits(f"{name}, codes", got.data.view(torch.uint8), want.data.view(torch.uint8))
-    same_bits(f"{name}, scales", got.scale, want.scale)
-
-
-# --- passes ----------------------------------------------------------------------------------------------
-
-
-def check_routing(name: str, ids: torch.Tensor, experts: int) -> None:
-    """Routing on the GPU is its twin, bit for bit."""
-    want = twins.route(ids, experts)
-    for dtype in (torch.int64, torch.int32):
-        got = route(ids.to(DEVICE, dtype), experts)
-        for part, one, other in zip(got._fields, got, want, strict=True):
-            same_bits(f"{part}, {name}", one, other)
-
-
-def check_rows(
-    name: str, ids: torch.Tensor, experts: int, x: torch.Tensor, format: BlockScaledFormat, layout: ScaleLayout
-) -> None:
-    """Quantizing gathered rows of x (T, N) on the GPU has the bits of gathering and quantizing on the CPU."""
-    _, rows, inverse = twins.route(ids, experts)
-    options: dict[str, Any] = {"scale_layout": layout, "global_scale": _scale_of(format)}
-    want = quantize(x[rows.long()], format, **options)
-    if format == NVFP4:
-        options["global_scale"] = options["global_scale"].to(DEVICE)
-    there = x.to(DEVICE)
-    routing, routed = route_quantize(there, ids.to(DEVICE), experts, format, **options)
-    same_bits(f"tokens of route_quantize, {name}", routing.tokens, rows)
-    same_bits(f"inverse of route_quantize, {name}", routing.inverse, inverse)
-    for call, got in (
-        ("route_quantize", routed),
-        ("gather_quantize", gather_quantize(there, routing.inverse, format, **options)),
-        ("quantize(rows=)", quantize(there, format, rows=routing.tokens, **options)),
-    ):
-        same_quantized(f"{call} to {format.name} {layout}, {name}", got, want)
-
-
-def check_activation(name: str, x: torch.Tensor, activation: Activation, format: BlockScaledFormat | None) -> None:
-    """An activation of x (M, N) on the GPU, quantized or in bfloat16, is its twin, bit for bit."""
-    values = twins.activated(x, activation, in_bfloat16=format is None)
-    scale = None if format is None else _scale_of(format)
-    on_gpu = None if scale is None else scale.to(DEVICE)
-    got = activate_quantize(x.to(DEVICE), activation, format, global_scale=on_gpu)
-    if isinstance(got, torch.Tensor):
-        same_bits(f"{activation}, {name}", got, values)
-    else:
-        assert format is not None
-        want = quantize(values, format, global_scale=scale)
-        same_quantized(f"{activation} as {format.name}, {name}", got, want)
-
-
-def check_sum(
-    name: str, ids: torch.Tensor, experts: int, n: int, dtype: torch.dtype, weights_dtype: torch.dtype, seed: int
-) -> None:
-    """Sums over k and their gradients on the GPU are their twins, bit for bit; rows of no expert are not counted."""
-    generator, tokens = torch.Generator().manual_seed(seed), len(ids)
-    inverse = twins.route(ids, experts)[2]
-    y = torch.randn(ids.numel(), n, generator=generator).to(dtype)
-    weights = torch.rand(ids.shape, generator=generator)
-    dropped = inverse < 0
-    y[-1 - inverse[dropped].long()] = float("nan")
-    weights[dropped] = float("nan")
-    weights = weights.to(weights_dtype)
-    shared = torch.randn(tokens, n, generator=generator).to(dtype)
-    there = [t.to(DEVICE) for t in (y, inverse, weights, shared)]
-    want = twins.combine(y, inverse, weights, shared, dtype)
-    assert want.isfinite().all(), f"{name}: rows of no expert are counted"
-    same_bits(f"combine, {name}", combine(*there), want)
-    want = twins.combine(y, inverse, None, None, torch.float32)
-    same_bits(f"sum, {name}", combine(there[0], there[1], None, out_dtype=torch.float32), want)
-    gradients = (*combine_backward(there[3], *there[:3]), gather_backward(*there[:2]))
-    expected = (*twins.combine_backward(shared, y, inverse, weights), twins.combine(y, inverse, None, None, dtype))
-    for part, one, other in zip(("dy", "dweights", "gather_backward"), gradients, expected, strict=True):
-        same_bits(f"{part}, {name}", one, other)
-
-
-def _scale_of(format: BlockScaledFormat) -> torch.Tensor | None:
-    return torch.tensor(0.003) if format == NVFP4 else None
-
-
-def check_routings() -> str:
-    for seed, (tokens, top_k, experts) in enumerate(ROUTINGS):
-        for ids in (draw_ids(tokens, top_k, experts, seed), torch.full((tokens, top_k), experts // 2)):
-            check_routing(f"{tokens} tokens, k {top_k}, {experts} experts", ids, experts)
-    return f"{4 * len(ROUTINGS)} routings, bit for bit"
-
-
-def check_gathers() -> str:
-    for seed, (tokens, top_k, experts, k) in enumerate(GATHERS):
-        ids = draw_ids(tokens, top_k, experts, seed)
-        for format, dtype in zip(FORMATS, (*DTYPES, *DTYPES), strict=False):
-            x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            x[tokens // 2, 3] = float("nan")
-            layouts: tuple[ScaleLayout, ...] = ("plain",) if format == FP8_BLOCK else ("plain", "blocked")
-            for layout in layouts:
-                check_rows(f"{tokens} tokens", ids, experts, x, format, layout)
-    return f"{len(GATHERS)} gathers in {len(FORMATS)} formats, bit for bit"
-
-
-def check_activations() -> str:
-    for seed, activation in enumerate(ACTIVATIONS):
-        for m, n, dtype in ((5, 512, torch.bfloat16), (700, 2880 * 2, torch.bfloat16), (33, 1152, torch.float32)):
-            x = torch.randn(m, n, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 2, n)
-            x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-            for format in (None, *FORMATS):
-                check_activation(f"{(m, n)}", x.to(dtype), activation, format)
-    return f"{len(ACTIVATIONS)} activations in {len(FORMATS)} formats and bfloat16, bit for bit"
-
-
-def check_sums() -> str:
-    both = zip(DTYPES, (torch.float32, torch.bfloat16, torch.float32), strict=True)
-    for (seed, (tokens, top_k, experts, n)), dtypes in itertools.product(enumerate(GATHERS), both):
-        ids = draw_ids(tokens, top_k, experts, seed)
-        check_sum(f"{tokens} tokens, k {top_k}, {dtypes[0]}", ids, experts, n, *dtypes, seed)
-    return f"{len(DTYPES) * len(GATHERS)} sums with gradients, bit for bit"
-
-
-# By name; Triton compiles the passes while they run, so each is a check of its own, beside the others.
-PASSES = {
-    "routing of the MoE layer": check_routings,
-    "gathers of the MoE layer": check_gathers,
-    "activations of the MoE layer": check_activations,
-    "sums of the MoE layer": check_sums,
-}
 
 
 # --- the layer -------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Edge cases of the Mixture-of-Experts layer for ``padless verify``, its operators, and the launches of decoding.
 
-Each check raises AssertionError. `CHECKS` are these by name, with those of `padless.verify.moe`.
+Each check raises AssertionError. `CHECKS` are these by name, with that of `padless.verify.moe` and those of the passes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
+from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat
 from padless.kernels.table import kernels_arch
 from padless.moe import moe, ops, route
-from padless.moe.activation import Activation
 from padless.moe.checks import MAX_TOP_K
 from padless.quantization.quantize import dequantize
 from padless.runtime.driver import cuda_driver
@@ -23,6 +22,7 @@ from padless.verify import epilogue
 from padless.verify import moe as layers
 from padless.verify.checks import Check
 from padless.verify.fuzz.place import Place
+from padless.verify.lines import triton_check_of
 from padless.verify.moe import Layer, draw_layer, same_bits
 
 EXPERTS, COLUMNS, HIDDEN = 20, 256, 128
@@ -51,25 +51,6 @@ def edges() -> Iterator[tuple[str, torch.Tensor]]:
     yield "some ids are no expert", some
     yield "k 1", distinct(37, 1)
     yield "k 16", distinct(21, 16)
-
-
-# --- passes ----------------------------------------------------------------------------------------------
-
-
-def check_edges() -> str:
-    """Every pass at every edge has the bits of its twin."""
-    for seed, (name, ids) in enumerate(edges()):
-        layers.check_routing(name, ids, EXPERTS)
-        x, rows = (
-            torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(seed)).bfloat16()
-            for count in (len(ids), ids.numel())
-        )
-        for format in FORMATS:
-            layers.check_rows(name, ids, EXPERTS, x, format, "plain")
-        layers.check_sum(name, ids, EXPERTS, COLUMNS, torch.bfloat16, torch.float32, seed)
-        for activation in (Activation(), layers.ACTIVATIONS[seed % len(layers.ACTIVATIONS)]):
-            layers.check_activation(name, rows, activation, FP8_BLOCK)
-    return f"{len(list(edges()))} edges of {len(layers.PASSES)} passes, bit for bit"
 
 
 # --- the layer -------------------------------------------------------------------------------------------
@@ -242,9 +223,15 @@ def _answer(found: tuple[Any, ...]) -> tuple[Any, ...]:
     return found[1:]
 
 
+# By name; Triton compiles the passes while they run, so each is a check of its own, in parallel with the others.
+PASSES: dict[str, Callable[[], str]] = {
+    "routing of the MoE layer": triton_check_of("moe.route"),
+    "gathers of the MoE layer": triton_check_of("moe.gather_quantize"),
+    "activations of the MoE layer": triton_check_of("moe.activate_quantize"),
+    "sums of the MoE layer": triton_check_of("moe.combine"),
+}
 CHECKS: dict[str, Callable[[], str]] = {
-    **layers.PASSES,
-    "edges of the MoE layer's passes": check_edges,
+    **PASSES,
     "operators of the MoE layer": check_operators,
     "gated epilogues": epilogue.GATES,
     "MoE layer": layers.CHECK,
@@ -252,9 +239,4 @@ CHECKS: dict[str, Callable[[], str]] = {
     "decoding by the MoE layer": check_decode,
 }
 # Those for which nothing is compiled ahead: Triton's kernels alone, or few products.
-TRITON_ALONE = (
-    *layers.PASSES,
-    "edges of the MoE layer's passes",
-    "operators of the MoE layer",
-    "decoding by the MoE layer",
-)
+TRITON_ALONE = (*PASSES, "operators of the MoE layer", "decoding by the MoE layer")

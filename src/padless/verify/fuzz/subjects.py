@@ -137,15 +137,41 @@ SUBJECTS: dict[str, Subject] = {
         emulated=True,
         lines=plain.wgrad_lines,
     ),
-    "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route),
+    "moe.route": Subject(
+        layers.routing_constants,
+        layers.routing_rest,
+        layers.judge_route,
+        8,
+        5,
+        kind=kinds.route,
+        lines=layers.routing_lines,
+    ),
     "moe.gather_quantize": Subject(
-        layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 6, kind=kinds.gather
+        layers.gather_constants,
+        layers.gather_rest,
+        layers.judge_gather_quantize,
+        7,
+        6,
+        kind=kinds.gather,
+        lines=layers.gather_lines,
     ),
     "moe.activate_quantize": Subject(
-        layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 5, kind=kinds.activate
+        layers.activation_constants,
+        layers.activation_rest,
+        layers.judge_activate_quantize,
+        6,
+        5,
+        kind=kinds.activate,
+        lines=layers.activation_lines,
     ),
     "moe.combine": Subject(
-        layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine
+        layers.combine_constants,
+        layers.combine_rest,
+        layers.judge_combine,
+        7,
+        5,
+        kind=kinds.combine,
+        lines=layers.combine_lines,
     ),
     "moe.decode": Subject(
         decode.constants,
