@@ -17,7 +17,7 @@ from padless.nn.lora import experts as lora_experts
 from padless.nn.lora import linear as lora_linear
 from padless.nn.lora import tokens as lora_tokens
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import decode, epilogues, layers, products, quantizers, run, training
+from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
@@ -319,7 +319,7 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         lambda right: lambda y, inverse, weights, *rest, **kw: right(y, inverse, None, *rest, **kw),
     ),
     "the shared expert": ("moe.moe", layers.moe, "moe", forgets("shared")),
-    "the shared expert of few tokens": ("moe.decode", decode.moe, "moe", forgets("shared")),
+    "the shared expert of few tokens": ("moe.decode", layers.moe, "moe", forgets("shared")),
     "a bias of the layer": ("moe.moe", layers.moe, "moe", forgets("bias2")),
     "the adapter of another group": (
         "nn.LoraGroupedLinear",

@@ -29,8 +29,8 @@ from padless.verify import chains, epilogue
 from padless.verify.checks import rehearsals_of
 from padless.verify.emulator import products, tensor_core
 from padless.verify.lines import PRODUCTS, check_of, triton_check_of
-from padless.verify.moe_edges import CHECKS as MOE_CHECKS
-from padless.verify.moe_edges import TRITON_ALONE
+from padless.verify.moe import CHECKS as MOE_CHECKS
+from padless.verify.moe import TRITON_ALONE
 from padless.verify.training import graphs
 from padless.verify.training import layer as training
 from padless.verify.two_devices import CHECK as TWO_DEVICES

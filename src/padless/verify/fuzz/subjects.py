@@ -183,7 +183,15 @@ SUBJECTS: dict[str, Subject] = {
         emulated=True,
         lines=decode.lines,
     ),
-    "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
+    "moe.moe": Subject(
+        whole_layer.layer_constants,
+        whole_layer.layer_rest,
+        whole_layer.judge_moe,
+        4,
+        1,
+        emulated=True,
+        lines=whole_layer.lines,
+    ),
     "nn.LoraGroupedLinear": Subject(
         adapters.constants, adapters.rest, adapters.judge_linear, 3, 2, ("reference", "sm_90a")
     ),
