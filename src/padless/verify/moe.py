@@ -36,7 +36,7 @@ def _layer(options: Options) -> Layer:
 def operators() -> dict[str, tuple[Any, ...]]:
     """Arguments of every operator on the device; scales are float32, which opcheck can compare."""
     layer = _layer(line_of("FP8_BLOCK", "FP8_BLOCK", (6, 3, 5, 256, 128), 1))
-    x, ids, top_k_weights, _ = vars(layer.operands).values()
+    x, ids, top_k_weights = layer.operands.x, layer.operands.ids, layer.operands.weights
     inverse = route(ids, 5).inverse
     y = torch.randn(18, 256, device=DEVICE).bfloat16()
     activation = ("swiglu", "alternating", 1.5, 7.0, 1.0)
@@ -138,7 +138,7 @@ def _answer(found: tuple[Any, ...]) -> tuple[Any, ...]:
     return found[1:]
 
 
-# By name; Triton compiles the passes while they run, so each is a check of its own, in parallel with the others.
+# By name; Triton compiles the passes while they run, so each is one check, in parallel with the others.
 PASSES: dict[str, Callable[[], str]] = {
     "routing of the MoE layer": triton_check_of("moe.route"),
     "gathers of the MoE layer": triton_check_of("moe.gather_quantize"),

@@ -110,7 +110,7 @@ def as_stored(t: torch.Tensor) -> torch.Tensor:
 
 
 def reference_of(case: Case) -> tuple[type, str]:
-    """What a case's reference is a function of."""
+    """Key of a case's reference, which is a function of it."""
     return type(case), str({name: value for name, value in case.o.items() if name not in _OF_KERNELS})
 
 

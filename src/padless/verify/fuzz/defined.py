@@ -46,7 +46,7 @@ class Defined:
         return self.call(**operands)
 
     def near(self, out: Any) -> None:
-        """Compares the result with rules of its own, or float64."""
+        """Compares the result with other rules, or float64."""
         raise NotImplementedError
 
     def run(self, operands: dict[str, Any]) -> Any:

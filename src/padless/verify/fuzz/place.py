@@ -43,7 +43,7 @@ class Place:
         return problems[self.part[0] :: self.part[1]]
 
     def once(self, key: Any, compute: Callable[[], Item]) -> Item:
-        """What ``compute`` gives; what it gave at the last call, where that was of the same key."""
+        """``compute``'s result, or that of the last call where the key is the same."""
         if self._last[0] != key:
             self._last = (key, compute())
         found: Item = self._last[1]

@@ -117,7 +117,7 @@ judge_swiglu_backward = partial(judge_case, SwigluBackward)
 
 
 def _with_odd(x: torch.Tensor, place: Place, generator: torch.Generator) -> torch.Tensor:
-    """Every row times a power of two of its own; zeros in all rows, NaN and Inf in a tenth of them."""
+    """Rows times different powers of two; zeros in all rows, NaN and Inf in a tenth of them."""
     row = (*x.shape[:-1], 1)
     x = x * torch.exp2(torch.randint(-12, 9, row, device=place.device, generator=generator).float())
     chance = torch.rand(x.shape, device=place.device, generator=generator)
