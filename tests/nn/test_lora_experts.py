@@ -196,7 +196,7 @@ def test_runs_of_experts_have_the_bits_of_all(fmt: Any) -> None:
     whole = frozen.input_gradient(dy, layer.w13, offs)
     size = layer.w13.logical_shape[1] * layer.w13.logical_shape[2]
     for run_of in (1, 2, 4):
-        limit = run_of * size * frozen._BYTES_OF_A_VALUE
+        limit = run_of * size * frozen._bytes_of_a_value(layer.w13)
         with mock.patch.object(frozen, "WORKSPACE_BYTES", limit), Largest() as seen:
             assert torch.equal(frozen.input_gradient(dy, layer.w13, offs)[:90], whole[:90])
         assert size * run_of < seen.elements * 4 <= limit
@@ -211,6 +211,20 @@ def test_the_operator_of_the_input_gradient(fmt: Any) -> None:
     utils = ("test_schema", "test_faketensor")
     operator = torch.ops.padless.frozen_input_gradient
     torch.library.opcheck(operator, (dy, offs, *packed(layer.w13)), test_utils=utils)
+
+
+def test_the_operators_of_low_rank_products() -> None:
+    """Their schemas and fake tensors are those of what they compute."""
+    g = torch.Generator().manual_seed(3)
+    rows, factor, t, back = (
+        torch.randn(shape, generator=g).bfloat16() for shape in ((9, 32), (2, 5, 32), (9, 16), (2, 48, 5))
+    )
+    offs, utils = torch.tensor([2, 6, 6, 9], dtype=torch.int32), ("test_schema", "test_faketensor")
+    ops, ids = torch.ops.padless, torch.tensor([[0, 3], [1, -1]])
+    torch.library.opcheck(ops.adapter_pairs, (ids, torch.tensor([1, -1]), 3, 2), test_utils=utils)
+    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5), test_utils=utils)
+    for added in (None, torch.randn((9, 48), generator=g).bfloat16()):
+        torch.library.opcheck(ops.low_rank_up, (t, [back], offs, 2, 0.5, added), test_utils=utils)
 
 
 class Largest(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch import nn
 
 from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, dequantize, group_offsets, grouped_gemm, quantize
 from padless.nn import LoraGroupedLinear
-from padless.nn.lora import base
+from padless.nn.lora import base, frozen
 from support.training_layer import sqnr, worst_row
 
 SIZES, N, K = (129, 0, 1, 127), 96, 160
@@ -99,13 +99,13 @@ def test_without_an_adapter(format: Any, activations: Any, least: float) -> None
 
 def test_a_fault_is_seen() -> None:
     m = made(MXFP4, torch.bfloat16)
-    want, right = truth(m), base.low_rank_product
-    for wrong in (
-        lambda rows, a, b, offs: right(rows, a.roll(1, 0), b, offs),
-        lambda rows, a, b, offs: right(rows, a, b, offs) * 1.1,
-        lambda rows, a, b, offs: right(rows.detach(), a, b, offs),
+    want, right, right_gradients = truth(m), base.Factors, frozen.gradients
+    for module, name, wrong in (
+        (base, "Factors", lambda a, b, *others: right(tuple(t.roll(1, 0) for t in a), b, *others)),
+        (base, "Factors", lambda a, b, count, scaling: right(a, b, count, scaling * 1.1)),
+        (frozen, "gradients", lambda *given: (given[-1], right_gradients(*given)[1])),
     ):
-        with mock.patch.object(base, "low_rank_product", wrong):
+        with mock.patch.object(module, name, wrong):
             assert least_of(results(m), want) < 36.0
 
 

@@ -41,14 +41,20 @@ def test_on_the_gpu(name: str) -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
     from padless.moe.triton import slots
-    from padless.nn.triton import rows, swiglu
-    from padless.quantization.triton import casts
+    from padless.nn.triton import activation, low_rank, rows, swiglu
+    from padless.quantization.triton import casts, dequantize
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
     kernels = []
     for module, name in (
         (rows, "_zero_tail"),
         (rows, "_dequantize"),
+        (rows, "_moved"),
+        (activation, "_activation_gradient"),
+        (dequantize, "_dequantize"),
+        (low_rank, "_down"),
+        (low_rank, "_up"),
+        (low_rank, "_pairs"),
         (slots, "_slots_to_rows"),
         (slots, "_rows_to_slots"),
         (swiglu, "_swiglu_backward"),

@@ -5,6 +5,9 @@ A GPU runs the cases directly, Triton's interpreter in a process of its own. Mem
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from support.interpreter import Cases, main
@@ -99,6 +102,163 @@ def swiglu_backward(device: str) -> None:
         for name, one, other in zip(("dz", "h", "dprob"), got, want, strict=True):
             assert_bits(f"{name}, {gate_up}, {columns} columns of {dtype}", one, other)
         assert (got[2][38:] == 0).all()
+
+
+@case
+def activation_gradients(device: str) -> None:
+    from padless.moe.activation import Activation
+    from padless.nn.lora import tokens as definition
+    from padless.nn.triton import activation as kernels
+
+    for seed, (dtype, of) in enumerate(
+        (
+            (torch.bfloat16, Activation()),
+            (torch.bfloat16, Activation(gate_up="alternating", alpha=1.702, limit=0.5, up_offset=1.0)),
+            (torch.float32, Activation(gate_up="interleaved", limit=0.25)),
+            (torch.bfloat16, Activation(kind="geglu", up_offset=0.5)),
+            (torch.bfloat16, Activation(kind="relu2")),
+            (torch.float16, Activation(kind="gelu")),
+            (torch.bfloat16, Activation(kind="silu")),
+        )
+    ):
+        columns = 576
+        dout = awkward((7, columns), dtype, seed)
+        h = awkward((7, columns * (2 if of.is_gated else 1)), dtype, seed + 20)
+        want = definition.activation_gradient(dout, h, of)
+        with poisoned_memory():
+            got = kernels.activation_gradient(dout.to(device), h.to(device), of)
+        assert_bits(f"{of} of {dtype}", got, want)
+
+
+@case
+def dequantized_weights(device: str) -> None:
+    """Every code and scale, layouts, a global scale of each weight and of all."""
+    from padless import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledTensor, dequantize, layouts
+    from padless.quantization.triton import dequantize as kernels
+
+    g = torch.Generator().manual_seed(2)
+    for fmt, n, k in ((MXFP8, 5, 288), (MXFP8_E5M2, 3, 256), (MXFP4, 130, 96), (NVFP4, 17, 272)):
+
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randint(0, 256, shape, dtype=torch.uint8, generator=g)
+
+        data = drawn(3, n, k // fmt.codes_per_byte)
+        data = data.view(fmt.data_dtype)
+        scale = drawn(3, n, -(-k // fmt.block_k)).view(fmt.scale_dtype)
+        factors = [None] if fmt != NVFP4 else [torch.tensor(0.3), torch.tensor([0.3, 1.7, 1e-20])]
+        for factor in factors:
+            for layout in ("plain", "blocked"):
+                given = scale if layout == "plain" else layouts.to_blocked(scale)
+                weights = BlockScaledTensor(data, given, fmt, factor, layout)
+                with poisoned_memory():
+                    got = kernels.dequantized_weights(weights.to(device))
+                assert_bits(f"{fmt.name}, {layout}", got, dequantize(weights, torch.bfloat16))
+
+
+@case
+def rows_of_some_groups(device: str) -> None:
+    from padless.nn import rows as definition
+    from padless.nn.triton import rows
+
+    t, offs = torch.randn(45, 530), offs_of(SIZES, "cpu")
+    for groups in (slice(0, 2), slice(2, 4), slice(1, 2), slice(0, 4)):
+        start, end = (b.to(device) for b in definition._bounds(offs, groups))
+        there = slice(int(start), int(end))
+        front = rows.moved(t.to(device), torch.full_like(t, float("nan"), device=device), start, end, forth=True)
+        assert_bits("front", front[: int(end - start)], t[there])
+        assert front[int(end - start) :].isnan().all()
+        out = torch.full_like(t, 7.0, device=device)
+        rows.moved(front, out, start, end, forth=False)
+        assert_bits("back", out[there], t[there])
+        out[there] = 7.0
+        assert (out == 7.0).all()
+        back, twin = definition.groups_to_front(t, offs, groups), torch.full_like(t, 7.0)
+        assert_bits("the twin's front", back[: int(end - start)], t[there])
+        definition.groups_from_front(back, twin, offs, groups)
+        assert torch.equal(twin[there], t[there])
+        twin[there] = 7.0
+        assert (twin == 7.0).all()
+
+
+@case
+def pairs_of_adapters(device: str) -> None:
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(6)
+    for dtype, of in ((torch.int64, torch.int32), (torch.int32, torch.int64)):
+        ids, chosen = (torch.randint(-2, 7, s, generator=g, dtype=d) for s, d in (((400, 3), dtype), ((400,), of)))
+        want = low_rank.adapter_pairs(ids, chosen, 5, 4)
+        assert set(want.flatten().tolist()) == set(range(-1, 25))
+        with poisoned_memory():
+            got = kernels.adapter_pairs(ids.to(device), chosen.to(device), 5, 4)
+        assert torch.equal(got.cpu(), want)
+
+
+@case
+def low_rank_products(device: str) -> None:
+    """Of many groups and few, more adapters than a launch takes, transposed factors; against float64, row by row, and
+    a row has the same bits whatever rows are around it.
+    """
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(4)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).bfloat16()
+
+    for rank, count, sizes, k, n, dtype in (
+        (3, 1, (0, 1, 40, 0), 136, 264, torch.bfloat16),
+        (16, 2, (5, 0, 3, 0, 0, 9, 2, 1, 1), 128, 40, torch.float32),
+        (20, 9, (1, 0, 2, 0, 0, 3, 0, 0, 0, 4) * 2, 64, 16, torch.bfloat16),
+    ):
+        per_expert = count + (len(sizes) % (count + 1) == 0)
+        offs = offs_of(sizes, "cpu")
+        experts, rows = len(sizes) // per_expert, drawn(sum(sizes) + 3, k)
+        a = [drawn(experts, k, rank).mT.to(dtype) for _ in range(count)]
+        b = [drawn(experts, n, rank).to(dtype) for _ in range(count)]
+        added = drawn(rows.shape[0], n)
+        there = [t.to(device) for t in (rows, offs, added)]
+        on_device = [[t.to(device) for t in factors] for factors in (a, b)]
+        found = {}
+        with poisoned_memory():
+            found["twin"] = both(low_rank.down, low_rank.up, [rows, offs, added], a, b, per_expert)
+            width = partial(kernels.low_rank_down, width=low_rank.width_of(rank))
+            found["kernel"] = both(width, kernels.low_rank_up, there, *on_device, per_expert)
+        for name, results in found.items():
+            t, out, alone = (x.cpu() for x in results)
+            assert_bits(f"{name}: rows alone", alone, out[-8:-3])
+            row = 0
+            for group, size in enumerate(sizes):
+                expert, adapter = divmod(group, per_expert)
+                here = slice(row, row + size)
+                row += size
+                if adapter == count:
+                    assert_bits(f"{name}: without an adapter", out[here], added[here])
+                    continue
+                want_t = rows[here].double() @ a[adapter][expert].bfloat16().double().T
+                assert (t[here, rank:] == 0).all()
+                close(t[here, :rank], want_t, rows[here], a[adapter][expert])
+                of_t = t[here, :rank].double() @ b[adapter][expert].bfloat16().double().T
+                close(out[here], added[here].double() + 0.5 * of_t, t[here, :rank], b[adapter][expert])
+            assert_bits(f"{name}: behind the groups", out[row:], added[row:])
+
+
+def both(down: Any, up: Any, given: list[torch.Tensor], a: Any, b: Any, per_expert: int) -> tuple[torch.Tensor, ...]:
+    """The rows between both products, the result, and that of five rows of the last groups by themselves."""
+    rows, offs, added = given
+    t = down(rows, a, offs, per_expert, 1.0)
+    few = (offs - (int(offs[-1]) - 5)).clamp(min=0)
+    part = slice(int(offs[-1]) - 5, int(offs[-1]))
+    t_few = down(rows[part], a, few, per_expert, 1.0)
+    return t, up(t, b, offs, per_expert, 0.5, added), up(t_few, b, few, per_expert, 0.5, added[part])
+
+
+def close(got: torch.Tensor, want: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
+    """Rounded to bfloat16, sums of K products x * factor in float32 of which no order adds more than K roundings."""
+    size = x.double().norm(dim=1)[:, None] * factor.double().norm(dim=1)[None, :]
+    assert ((got.double() - want).abs() <= want.abs() * 2**-8 + size * (x.shape[1] + 2) * 2**-24).all()
 
 
 if __name__ == "__main__":

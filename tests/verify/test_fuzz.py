@@ -14,6 +14,7 @@ from padless.formats import BlockScaledTensor
 from padless.nn.lora import LoraExperts
 from padless.nn.lora import base as lora_base
 from padless.nn.lora import experts as lora_experts
+from padless.nn.lora import frozen as lora_frozen
 from padless.nn.lora import linear as lora_linear
 from padless.nn.lora import tokens as lora_tokens
 from padless.verify.bf16 import fuzz as plain
@@ -324,19 +325,19 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
     "the adapter of another group": (
         "nn.LoraGroupedLinear",
         lora_base,
-        "low_rank_product",
-        lambda right: lambda rows, a, b, offs: right(rows, a.roll(1, 0), b, offs),
+        "Factors",
+        lambda right: lambda a, *others: right(tuple(t.roll(1, 0) for t in a), *others),
     ),
     "an adapter without the gradient of its rows": (
         "nn.LoraGroupedLinear",
-        lora_base,
-        "low_rank_product",
-        lambda right: lambda rows, *others: right(rows.detach(), *others),
+        lora_frozen,
+        "gradients",
+        lambda right: lambda *given: (given[-1], right(*given)[1]),
     ),
     "frozen weights that pass on no gradient": (
         "nn.LoraGroupedLinear",
         lora_linear,
-        "frozen_product",
+        "adapted_product",
         lambda right: lambda rows, *others: right(rows.detach(), *others),
     ),
     "the adapter of the token before": (
@@ -360,16 +361,16 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
     "A and B of the expert before in the layer": (
         "nn.LoraExperts",
         lora_base,
-        "low_rank_product",
-        lambda right: lambda rows, a, b, offs: right(rows, a.roll(1, 0), b.roll(1, 0), offs),
+        "Factors",
+        lambda right: lambda a, b, *others: right(*(tuple(t.roll(1, 0) for t in f) for f in (a, b)), *others),
     ),
     "a bias of the expert before": (
         "nn.LoraExperts",
         lora_experts,
-        "frozen_product",
+        "adapted_product",
         lambda right: (
-            lambda rows, operand, w, bias, offs: right(
-                rows, operand, w, None if bias is None else bias.roll(1, 0), offs
+            lambda rows, operand, w, bias, *others: right(
+                rows, operand, w, None if bias is None else bias.roll(1, 0), *others
             )
         ),
     ),

@@ -29,6 +29,37 @@ def zero_tail(t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return t
 
 
+def groups_to_front(t: torch.Tensor, offs: torch.Tensor, groups: slice) -> torch.Tensor:
+    """(M, N) whose first rows are those of the groups, of t (M, N); the others hold anything. No wait for the device."""
+    start, end = _bounds(offs, groups)
+    if runs_triton(t) and t.numel() > 0:
+        from padless.nn.triton import rows as kernels
+
+        with on_device_of(t):
+            return kernels.moved(t, torch.empty_like(t), start, end, forth=True)
+    return t[(torch.arange(t.shape[0], device=t.device) + start) % max(t.shape[0], 1)]
+
+
+def groups_from_front(found: torch.Tensor, out: torch.Tensor, offs: torch.Tensor, groups: slice) -> None:
+    """Writes the first rows of found (M, N) to those of the groups in out (M, N): `groups_to_front` backwards."""
+    start, end = _bounds(offs, groups)
+    if runs_triton(out) and out.numel() > 0:
+        from padless.nn.triton import rows as kernels
+
+        with on_device_of(out):
+            kernels.moved(found, out, start, end, forth=False)
+        return
+    row = torch.arange(out.shape[0], device=out.device)
+    is_theirs = (row >= start) & (row < end)
+    torch.where(is_theirs[:, None], found[(row - start) % max(out.shape[0], 1)], out, out=out)
+
+
+def _bounds(offs: torch.Tensor, groups: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of the groups and the one behind them, (1,) each."""
+    first, last = groups.start, min(groups.stop, offs.shape[0])
+    return offs[first - 1 : first] if first else offs.new_zeros(1), offs[last - 1 : last]
+
+
 def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """bfloat16 values, each code * scale of FP8_BLOCK rows (M, N) rounded once."""
     if runs_triton(codes) and codes.numel() > 0:

@@ -7,7 +7,7 @@ and files are PEFT's, the arithmetic is that of `padless.nn.LoraExperts`.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from padless.integrations.transformers.experts import NAME, fused_activation
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, first_projection, is_quantized, label
 from padless.moe.activation import Activation
 from padless.moe.routing import check_ids, route
-from padless.nn.lora.experts import Delta, adapted_experts
-from padless.nn.lora.low_rank import low_rank_product
+from padless.nn.lora.experts import adapted_experts
+from padless.nn.lora.low_rank import Factors, LowRank
 
 
 def use_padless_peft() -> None:
@@ -143,18 +143,14 @@ def _adapted(
     check_ids(top_k_index, weights.w13.data.shape[0])
     routing = route(top_k_index, weights.w13.data.shape[0])
 
-    def delta(side: str) -> Delta | None:
+    def low_rank(side: str) -> LowRank | None:
         if side not in factors:
             return None
         a, b = factors[side]
-        return partial(_low_rank, a, b, routing.offs)
+        return LowRank(Factors((a,), (b,), 1, 1.0), routing.offs)
 
     return adapted_experts(
         hidden_states, (routing.offs, routing.tokens, routing.inverse), top_k_weights, None, weights.w13, weights.w2,
         weights.bias13, weights.bias2, Activation(**how), weights.activation_format,
-        delta(first_projection(module)), delta("down_proj"),
+        low_rank(first_projection(module)), low_rank("down_proj"),
     )  # fmt: skip
-
-
-def _low_rank(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return low_rank_product(rows.to(torch.bfloat16), a, b, offs)

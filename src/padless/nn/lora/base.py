@@ -1,4 +1,4 @@
-"""Settings, factors and the low-rank product that modules with adapters share: `AdaptedModule`."""
+"""Settings and factors that modules with adapters share: `AdaptedModule`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
-from torch.nn.functional import dropout as dropped
 
 from padless.arguments import check_flag, check_integer, is_one_of, shown
 from padless.formats import NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.moe.layer import ACTIVATIONS
-from padless.nn.lora.low_rank import low_rank_product
+from padless.nn.lora.low_rank import Factors, LowRank
 from padless.ops.checks import describe
 from padless.quantization.quantize import quantize
 
@@ -117,24 +116,13 @@ class AdaptedModule(nn.Module):
         if self.active is not None and self.active not in self.adapters:
             raise ValueError(f"active is {shown(self.active)}; it must be None or one of {self.adapters}")
 
-    def _delta(
-        self,
-        rows: torch.Tensor,
-        a: nn.ParameterDict,
-        b: nn.ParameterDict,
-        names: tuple[str | None, ...],
-        with_none: bool,
-        groups: torch.Tensor,
-    ) -> torch.Tensor:
-        """The low-rank products of rows, whose groups (expert, adapter) end at `groups`; (M, N) bfloat16.
+    def _active_names(self) -> tuple[str, ...]:
+        return () if self.active is None else (self.active,)
 
-        with_none: whether a group of rows without an adapter follows the adapters of each expert.
-        """
-        chosen = [name for name in names if name is not None]
-        down = [a[name].to(torch.bfloat16) for name in chosen]
-        up = [(b[name] * self.scaling).to(torch.bfloat16) for name in chosen]
-        if with_none:
-            down, up = [*down, torch.zeros_like(down[0])], [*up, torch.zeros_like(up[0])]
-        of_rows = dropped(rows.to(torch.bfloat16), self.dropout, self.training)
-        flat_down, flat_up = (torch.stack(t, dim=1).flatten(0, 1) if len(t) > 1 else t[0] for t in (down, up))
-        return low_rank_product(of_rows, flat_down, flat_up, groups)
+    def _low_rank(
+        self, a: nn.ParameterDict, b: nn.ParameterDict, names: tuple[str, ...], with_none: bool, groups: torch.Tensor
+    ) -> LowRank:
+        """What adapters of these names add to rows whose groups (expert, adapter) end at `groups`."""
+        down, up = (tuple(p[name] for name in names) for p in (a, b))
+        dropout = self.dropout if self.training else 0.0
+        return LowRank(Factors(down, up, len(names) + with_none, self.scaling), groups, dropout)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from padless.arguments import check_type
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
-from padless.moe.gather import activate_quantize
+from padless.moe.gather import activate_quantize, gather_quantize
 from padless.moe.layer import moe
 from padless.moe.routing import check_ids, route
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
-from padless.nn.lora.frozen import frozen_product
+from padless.nn.calls import call
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
+from padless.nn.lora.frozen import adapted_product
+from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
-
-Delta = Callable[[torch.Tensor], torch.Tensor]  # from rows (M, K) bfloat16 to what is added to their product, (M, N)
 
 
 def adapted_experts(
@@ -34,27 +33,26 @@ def adapted_experts(
     bias2: torch.Tensor | None,
     activation: Activation,
     activations: BlockScaledFormat | torch.dtype | None,
-    delta13: Delta | None,
-    delta2: Delta | None,
+    low13: LowRank | None,
+    low2: LowRank | None,
 ) -> torch.Tensor:
-    """The layer of frozen experts with something added to each projection's sum, under autograd; (T, H).
+    """The layer of frozen experts with low-rank adapters of each projection, under autograd; (T, H).
 
-    routing: ends of the groups (E,), tokens and inverse, as `padless.moe.route` gives them. delta13, delta2: what is
+    routing: ends of the groups (E,), tokens and inverse, as `padless.moe.route` gives them. low13, low2: what is
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
     format, scale = format_of_rows(activations, w13)
     rows = gathered_rows(x, tokens, inverse)
-    h = frozen_product(rows, rows_as_multiplied(rows, format, scale), w13, bias13, offs)
-    if delta13 is not None:
-        h = h + delta13(rows)
+    read: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
+    if format is not None:
+        read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
+    h = adapted_product(rows, read, w13, bias13, offs, low13)
     hidden = activated(h, activation)
     operand: BlockScaledTensor | torch.Tensor = hidden.detach()
     if format is not None:
         operand = activate_quantize(h.detach(), activation, format, global_scale=scale, offs=offs)
-    y = frozen_product(hidden, operand, w2, bias2, offs)
-    if delta2 is not None:
-        y = y + delta2(hidden)
+    y = adapted_product(hidden, operand, w2, bias2, offs, low2)
     out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
 
@@ -150,21 +148,20 @@ class LoraExperts(AdaptedModule):
         check_matrix("top_k_weights", top_k_weights, top_k_index.shape[0], top_k_index.shape[1], x.device)
         if shared is not None:
             check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
-        names = (self.active,) if adapter_ids is None else self.adapters
         if adapter_ids is None:
             offs, tokens, inverse = route(top_k_index, self.num_experts)
-            pairs = offs
+            pairs, names = offs, self._active_names()
         else:
             pairs, tokens, inverse = route(self._pairs(top_k_index, adapter_ids), self._num_pairs())
             offs = pairs[len(self.adapters) :: len(self.adapters) + 1].contiguous()
-        plain = adapter_ids is not None
-
-        def delta(a: nn.ParameterDict, b: nn.ParameterDict) -> Delta | None:
-            return (lambda rows: self._delta(rows, a, b, names, plain, pairs)) if has_adapter else None
-
+            names = self.adapters
+        low13, low2 = (
+            self._low_rank(a, b, names, adapter_ids is not None, pairs) if names else None
+            for a, b in ((self.a13, self.b13), (self.a2, self.b2))
+        )
         return adapted_experts(
             x, (offs, tokens, inverse), top_k_weights, shared, self.w13, self.w2, self.bias13, self.bias2,
-            self.activation, self.activations, delta(self.a13, self.b13), delta(self.a2, self.b2),
+            self.activation, self.activations, low13, low2,
         )  # fmt: skip
 
     def _without_adapters(
@@ -198,9 +195,8 @@ class LoraExperts(AdaptedModule):
             raise ValueError(
                 f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
             )
-        count, is_expert = len(self.adapters), (ids >= 0) & (ids < self.num_experts)
-        chosen = torch.where((adapter_ids >= 0) & (adapter_ids < count), adapter_ids, count)
-        return torch.where(is_expert, ids * (count + 1) + chosen[:, None].to(ids.dtype), -1)
+        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self.num_experts, len(self.adapters))
+        return pairs
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"

@@ -1,4 +1,4 @@
-"""The product with a frozen weight under autograd: `frozen_product`, and its gradient through the same codes.
+"""The product with a frozen weight and low-rank adapters under autograd: `adapted_product`, and its gradients.
 
 Quantization of the rows counts as the identity. FP8_BLOCK weights are multiplied in FP8_BLOCK in the backward pass too:
 the gradient's rows are lifted and quantized, the codes transposed. For the others no kernel reads codes along N, so that
@@ -7,68 +7,110 @@ the gradient's rows are lifted and quantized, the codes transposed. For the othe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import dropout
 
 from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.moe import ops
 from padless.moe.backward import transposed
+from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.layer import Projection
 from padless.nn.calls import call
+from padless.nn.lora.low_rank import Factors, LowRank, gradients
+from padless.nn.rows import groups_from_front, groups_to_front
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lift, lowered_by_lift
 from padless.quantization.quantize import dequantize, quantize
 
 WORKSPACE_BYTES = 1 << 30
-# A value dequantized: float32 codes, scales and products at the same time, and what it becomes in bfloat16.
-_BYTES_OF_A_VALUE = 24
 
 
-def frozen_product(
+def adapted_product(
     rows: torch.Tensor,
     operand: BlockScaledTensor | torch.Tensor,
     weights: BlockScaledTensor,
     bias: torch.Tensor | None,
     offs: torch.Tensor,
+    low: LowRank | None,
 ) -> torch.Tensor:
-    """rows @ weights[g].T + bias[g] for the rows of each group, rounded once to bfloat16; (M, N).
+    """rows @ weights[g].T + bias[g] for the rows of each group, rounded to bfloat16, and low's added to it; (M, N).
 
     rows: (M, K), what the gradient is of. operand: what the product reads for them, codes or bfloat16 rows, made of
     tensors that do not require grad. weights: (G, N, K). bias: (G, N), which may require grad. offs: (G,) int32. Rows
     from offs[-1] on hold anything, also in the gradient.
     """
     y = Projection(weights, None if bias is None else bias.detach(), None).product(operand, offs)
-    out: torch.Tensor = _FrozenProduct.apply(rows, bias, y, offs, *ops.packed(weights))  # type: ignore[no-untyped-call]
+    read = None  # what A reads, where it is not rows
+    groups, factors = None, Factors((), (), 1, 1.0)
+    if low is not None:
+        groups, factors = low.offs, low.factors
+        if rows.dtype != torch.bfloat16 or low.dropout > 0.0:
+            read = dropout(rows.to(torch.bfloat16), low.dropout)
+    out: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+        rows, read, bias, y, offs, groups, (factors.per_expert, factors.scaling), *ops.packed(weights),
+        *factors.a, *factors.b,
+    )  # fmt: skip
     return out
 
 
-class _FrozenProduct(torch.autograd.Function):
-    """Passes on the product y, and has its gradients for the rows and the bias."""
+_PACKED = 5  # arguments that are a weight
+
+
+class _Product(torch.autograd.Function):
+    """Adds to the product y what the adapters add, and has the gradients of both."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, offs: torch.Tensor, *weights: Any
-    ) -> torch.Tensor:
-        data, scale, global_scale, *names = weights
-        ctx.save_for_backward(offs, data, scale, global_scale)
-        ctx.names, ctx.dtype, ctx.bias_dtype = names, rows.dtype, None if bias is None else bias.dtype
-        return y.view(y.shape)
+        ctx: Any, rows: torch.Tensor, read: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor,
+        offs: torch.Tensor, groups: torch.Tensor | None, how: tuple[int, float], *others: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        data, scale, global_scale, *ctx.names = others[:_PACKED]
+        ctx.dtype, ctx.bias_dtype, ctx.is_apart = rows.dtype, None if bias is None else bias.dtype, read is not None
+        ctx.how = how
+        if groups is None:
+            ctx.save_for_backward(offs, data, scale, global_scale)
+            return y.view(y.shape)
+        given, of = rows if read is None else read, _factors(others[_PACKED:], how)
+        t = call("low_rank_down", given, list(of.a), groups, of.per_expert, 1.0)
+        ctx.save_for_backward(offs, data, scale, global_scale, groups, given, t, *of.a, *of.b)
+        out: torch.Tensor = call("low_rank_up", t, list(of.b), groups, of.per_expert, of.scaling, y)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        offs, *weights = ctx.saved_tensors
-        dx = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = call("frozen_input_gradient", dy.contiguous(), offs, *weights, *ctx.names).to(ctx.dtype)
-        if ctx.needs_input_grad[1]:
+        offs, data, scale, global_scale, *others = ctx.saved_tensors
+        needs_rows, needs_read, needs_bias = ctx.needs_input_grad[:3]
+        dy = dy.contiguous()
+        drows = dread = dbias = None
+        of_factors: list[torch.Tensor | None] = []
+        if needs_rows:
+            drows = call("frozen_input_gradient", dy, offs, data, scale, global_scale, *ctx.names)
+        if others:
+            groups, given, t, *factors = others
+            of = _factors(factors, ctx.how)
+            needs = ctx.needs_input_grad[-len(factors) :]
+            needs_a, needs_b = any(needs[: len(of.a)]), any(needs[len(of.a) :])
+            if ctx.is_apart:
+                dread, of_factors = gradients(dy, given, t, groups, of, needs_read, needs_a, needs_b, None)
+            else:
+                drows, of_factors = gradients(dy, given, t, groups, of, needs_rows, needs_a, needs_b, drows)
+        if needs_bias:
             # The sums over a group's rows, as a weight gradient of rows of ones: in a fixed order, and without a wait.
             ones = torch.ones((dy.shape[0], 16), dtype=dy.dtype, device=dy.device)
-            sums = call("bf16_grouped_gemm_wgrad", dy.contiguous(), ones, offs, torch.float32)
+            sums = call("bf16_grouped_gemm_wgrad", dy, ones, offs, torch.float32)
             dbias = sums[:, :, 0].to(ctx.bias_dtype)
-        return dx, dbias, *(None,) * 7
+        drows = None if drows is None else drows.to(ctx.dtype)
+        return drows, dread, dbias, *(None,) * (4 + _PACKED), *of_factors
+
+
+def _factors(tensors: Sequence[torch.Tensor], how: tuple[int, float]) -> Factors:
+    count = len(tensors) // 2
+    return Factors(tuple(tensors[:count]), tuple(tensors[count:]), *how)
 
 
 def _input_gradient_fake(dy: torch.Tensor, offs: Any, data: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -98,21 +140,36 @@ def input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Ten
         rows = quantize(lift(dy), FP8_BLOCK)
         return grouped_gemm(rows, transposed(weights.data, lowered_by_lift(weights.scale)), offs)
     groups, n, k = weights.logical_shape
-    run = min(groups, max(1, WORKSPACE_BYTES // (n * k * _BYTES_OF_A_VALUE)))
+    run = min(groups, max(1, WORKSPACE_BYTES // (n * k * _bytes_of_a_value(weights))))
     if run == groups:
-        return _product_of(dy, weights, offs, zero_tail=False)
-    out = torch.zeros((dy.shape[0], k), dtype=dy.dtype, device=dy.device)
-    rows_of = torch.arange(dy.shape[0], device=dy.device)
+        return _product_of(dy, weights, offs)
+    out = torch.empty((dy.shape[0], k), dtype=dy.dtype, device=dy.device)
     for first in range(0, groups, run):
-        # Groups begin at row 0 and their ends are known to the device alone: the run's rows are rotated to the front.
+        # Groups begin at row 0, and where the run's do the device alone knows.
+        some = slice(first, first + run)
         start = offs[first - 1] if first else offs.new_zeros(())
-        rotated = dy[(rows_of + start) % max(dy.shape[0], 1)]
-        found = _product_of(rotated, weights[first : first + run], offs[first : first + run] - start, zero_tail=True)
-        out += found[(rows_of - start) % max(dy.shape[0], 1)]
+        found = _product_of(groups_to_front(dy, offs, some), weights[some], offs[some] - start)
+        groups_from_front(found, out, offs, some)
     return out
 
 
-def _product_of(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor, *, zero_tail: bool) -> torch.Tensor:
+def _product_of(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor) -> torch.Tensor:
     """dy @ the dequantized weights of each group, rounded to bfloat16."""
-    found: torch.Tensor = call("bf16_grouped_gemm", dy, dequantize(weights, torch.bfloat16), offs, True, zero_tail)
+    if _has_kernel(weights):
+        from padless.quantization.triton.dequantize import dequantized_weights
+
+        with on_device_of(dy):
+            values = dequantized_weights(weights)
+    else:
+        values = dequantize(weights, torch.bfloat16)
+    found: torch.Tensor = call("bf16_grouped_gemm", dy, values, offs, True, False)
     return found
+
+
+def _has_kernel(weights: BlockScaledTensor) -> bool:
+    return runs_triton(weights.data) and weights.format != FP8_BLOCK
+
+
+def _bytes_of_a_value(weights: BlockScaledTensor) -> int:
+    """Of a value dequantized: bfloat16, and in torch float32 codes, scales and products at the same time."""
+    return 2 if _has_kernel(weights) else 24

@@ -8,7 +8,7 @@ import torch
 
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
-from padless.nn.lora.frozen import frozen_product
+from padless.nn.lora.frozen import adapted_product
 from padless.ops.checks import describe
 
 
@@ -63,10 +63,9 @@ class LoraGroupedLinear(AdaptedModule):
         if x.dim() != 2 or x.shape[1] != self.in_features or x.device != self.weight.device:
             raise ValueError(f"x must be (M, {self.in_features}) on {self.weight.device}, got {describe(x)}")
         format, scale = format_of_rows(self.activations, self.weight)
-        y = frozen_product(x, rows_as_multiplied(x, format, scale), self.weight, self.bias, offs)
-        if self.active is None:
-            return y
-        return y + self._delta(x, self.a, self.b, (self.active,), False, offs)
+        names = self._active_names()
+        low = self._low_rank(self.a, self.b, names, False, offs) if names else None
+        return adapted_product(x, rows_as_multiplied(x, format, scale), self.weight, self.bias, offs, low)
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}, {self.weight.format.name}"

@@ -1,54 +1,166 @@
-"""The low-rank product under autograd: rows @ A[g].T @ B[g].T for groups of rows, and its three gradients."""
+"""Low-rank adapters of groups of rows: what they add to a product, and its gradients.
+
+Groups are pairs (expert, adapter), the adapters of an expert one after the other, and behind them, where rows may have
+none, those rows. Products are computed in bfloat16 and added in float32.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
-from padless.gradients import once_differentiable
+from padless.formats import round_up
+from padless.moe import ops
+from padless.moe.checks import on_device_of, runs_triton
 from padless.nn.calls import call
 
 _RANK_MULTIPLE, _LEAST_RANK = 8, 16  # columns of bfloat16 rows that the kernels of weight gradients read
 
 
-def low_rank_product(rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """(rows @ a[g].T) @ b[g].T for the rows of each group, both products rounded to bfloat16; (M, N).
+class Factors(NamedTuple):
+    """a: (E, r, K) of each adapter, b: (E, N, r); bfloat16 or float32, any strides. per_expert: groups of an expert."""
 
-    rows: (M, K) bfloat16. a: (G, r, K) and b: (G, N, r), bfloat16, any r from 1. offs: (G,) int32. Rows from offs[-1] on
-    hold anything. A rank that no kernel takes is filled up with zeros in a and b, never in the rows.
+    a: tuple[torch.Tensor, ...]
+    b: tuple[torch.Tensor, ...]
+    per_expert: int
+    scaling: float
+
+
+class LowRank(NamedTuple):
+    """scaling * B (A x), to be added to the product of each row.
+
+    offs: ends of the groups, (E * per_expert,) int32. dropout: of the rows that A reads, 0 for none.
     """
-    rank = a.shape[1]
-    more = max(_LEAST_RANK, -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE) - rank
-    if more:
-        a, b = pad(a, (0, 0, 0, more)), pad(b, (0, more))
-    out: torch.Tensor = _LowRank.apply(rows, a, b, offs)  # type: ignore[no-untyped-call]
+
+    factors: Factors
+    offs: torch.Tensor
+    dropout: float = 0.0
+
+
+def width_of(rank: int) -> int:
+    """Columns of the rows between both products."""
+    return max(_LEAST_RANK, round_up(rank, _RANK_MULTIPLE))
+
+
+@ops.operator(
+    "adapter_pairs",
+    "(Tensor ids, Tensor adapter_ids, int num_experts, int num_adapters) -> Tensor",
+    lambda ids, *others: torch.empty_like(ids, memory_format=torch.contiguous_format),
+)
+def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int, num_adapters: int) -> torch.Tensor:
+    """The group (expert, adapter) of each slot of ids (T, k) for adapter_ids (T,); -1 for ids that are no expert."""
+    if runs_triton(ids) and ids.numel() > 0:
+        from padless.nn.triton import low_rank as kernels
+
+        with on_device_of(ids):
+            return kernels.adapter_pairs(ids.contiguous(), adapter_ids.contiguous(), num_experts, num_adapters)
+    chosen = torch.where((adapter_ids >= 0) & (adapter_ids < num_adapters), adapter_ids, num_adapters)
+    pairs = ids * (num_adapters + 1) + chosen[:, None].to(ids.dtype)
+    return torch.where((ids >= 0) & (ids < num_experts), pairs, -1)
+
+
+def _down_fake(
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], width_of(factors[0].shape[1])))
+
+
+@ops.operator(
+    "low_rank_down", "(Tensor rows, Tensor[] factors, Tensor offs, int per_expert, float scaling) -> Tensor", _down_fake
+)
+def down(
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float
+) -> torch.Tensor:
+    """scaling * rows @ factor.T of each row's expert and adapter, rounded to bfloat16; (M, `width_of` (r)).
+
+    rows: (M, K) bfloat16. factors: (E, r, K), one by adapter. Columns from r on are 0. Rows that have no adapter or no
+    group hold anything.
+    """
+    width = width_of(factors[0].shape[1])
+    if runs_triton(rows) and rows.numel() > 0:
+        from padless.nn.triton import low_rank as kernels
+
+        with on_device_of(rows):
+            rows = rows if rows.stride(1) == 1 else rows.contiguous()
+            return kernels.low_rank_down(rows, factors, offs, per_expert, scaling, width)
+    t = rows.new_zeros((rows.shape[0], width))
+    for some, factor in _rows_of_factors(rows.shape[0], factors, offs, per_expert):
+        t[some, : factor.shape[0]] = (rows[some].float() @ _as_read(factor).T * scaling).to(rows.dtype)
+    return t
+
+
+def _up_fake(
+    t: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float, added: Any
+) -> torch.Tensor:
+    return t.new_empty((t.shape[0], factors[0].shape[1]))
+
+
+@ops.operator(
+    "low_rank_up",
+    "(Tensor t, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor? added) -> Tensor",
+    _up_fake,
+)
+def up(
+    t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
+    added: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """added + scaling * t @ factor.T of each row's expert and adapter, rounded once to bfloat16; (M, N).
+
+    t: (M, `width_of` (r)) bfloat16. factors: (E, N, r), one by adapter. added: (M, N) bfloat16, None for zeros; what
+    rows that have no adapter or no group are.
+    """
+    if runs_triton(t) and t.numel() > 0 and factors[0].shape[1] > 0:
+        from padless.nn.triton import low_rank as kernels
+
+        with on_device_of(t):
+            added = None if added is None else added.contiguous()
+            return kernels.low_rank_up(t.contiguous(), factors, offs, per_expert, scaling, added)
+    out = t.new_zeros((t.shape[0], factors[0].shape[1])) if added is None else added.clone()
+    for some, factor in _rows_of_factors(t.shape[0], factors, offs, per_expert):
+        found = t[some, : factor.shape[1]].float() @ _as_read(factor).T * scaling
+        out[some] = (out[some].float() + found).to(t.dtype)
     return out
 
 
-class _LowRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-        a, b = a.contiguous(), b.contiguous()
-        t = call("bf16_grouped_gemm", rows, a, offs, False, False)
-        ctx.save_for_backward(rows, t, a, b, offs)
-        out: torch.Tensor = call("bf16_grouped_gemm", t, b, offs, False, False)
-        return out
+def _rows_of_factors(
+    rows: int, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int
+) -> list[tuple[slice, torch.Tensor]]:
+    """The rows of each group that has some and an adapter, and its factor."""
+    found, start = [], 0
+    for group, end in enumerate(offs.tolist()):
+        end = min(end, rows)
+        expert, adapter = divmod(group, per_expert)
+        if end > start and adapter < len(factors):
+            found.append((slice(start, end), factors[adapter][expert]))
+        start = max(start, end)
+    return found
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, t, a, b, offs = ctx.saved_tensors
-        needs_rows, needs_a, needs_b = ctx.needs_input_grad[:3]
-        dout = dout.contiguous()
-        drows = da = db = None
-        if needs_rows or needs_a:
-            dt = call("bf16_grouped_gemm", dout, b, offs, True, False)
-            if needs_rows:
-                drows = call("bf16_grouped_gemm", dt, a, offs, True, False)
-            if needs_a:
-                da = call("bf16_grouped_gemm_wgrad", dt, rows, offs, torch.float32).to(a.dtype)
-        if needs_b:
-            db = call("bf16_grouped_gemm_wgrad", dout, t, offs, torch.float32).to(b.dtype)
-        return drows, da, db, None
+
+def _as_read(factor: torch.Tensor) -> torch.Tensor:
+    """A factor's values as the products read them: float32 of bfloat16."""
+    return factor.to(torch.bfloat16).float()
+
+
+def gradients(
+    dy: torch.Tensor, rows: torch.Tensor, t: torch.Tensor, offs: torch.Tensor, of: Factors, needs_rows: bool,
+    needs_a: bool, needs_b: bool, added: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
+    """(`added` and the gradient of rows, those of a and b) for the gradient dy (M, N) bfloat16 of what is added.
+
+    rows: (M, K) bfloat16 that A read, t: what `down` made of them with scaling 1. Without needs_rows the first is None.
+    """
+    drows = None
+    da, db = [None] * len(of.a), [None] * len(of.b)
+    if needs_rows or needs_a:
+        dt = call("low_rank_down", dy, [b.mT for b in of.b], offs, of.per_expert, of.scaling)
+        if needs_rows:
+            drows = call("low_rank_up", dt, [a.mT for a in of.a], offs, of.per_expert, 1.0, added)
+        if needs_a:
+            found = call("bf16_grouped_gemm_wgrad", dt, rows, offs, torch.float32)
+            da = [found[i :: of.per_expert, : a.shape[1]].to(a.dtype) for i, a in enumerate(of.a)]
+    if needs_b:
+        found = call("bf16_grouped_gemm_wgrad", dy, t, offs, torch.float32)
+        db = [(found[i :: of.per_expert, :, : b.shape[2]] * of.scaling).to(b.dtype) for i, b in enumerate(of.b)]
+    return drows, [*da, *db]

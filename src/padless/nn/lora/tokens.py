@@ -8,6 +8,7 @@ import torch
 
 from padless.gradients import once_differentiable
 from padless.moe.activation import GELU_CUBIC, GELU_SLOPE, RUN, Activation, sigmoid, split_gate_up
+from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.combining import combine
 from padless.moe.gather import activate_quantize
 from padless.nn.calls import call
@@ -81,6 +82,11 @@ def activation_gradient(dout: torch.Tensor, h: torch.Tensor, activation: Activat
 
     Where gate or up are beyond the limit their gradients are zero.
     """
+    if runs_triton(h) and h.numel() > 0:
+        from padless.nn.triton import activation as kernels
+
+        with on_device_of(h):
+            return kernels.activation_gradient(dout.contiguous(), h.contiguous(), activation)
     values, d = h.to(torch.float32), dout.to(torch.float32)
     if not activation.is_gated:
         if activation.kind == "relu2":

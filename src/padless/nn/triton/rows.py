@@ -36,6 +36,49 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def moved(t: torch.Tensor, out: torch.Tensor, start: torch.Tensor, end: torch.Tensor, *, forth: bool) -> torch.Tensor:
+    """out (M, N) with rows start.. end - 1 of t (M, N) at its front, or backwards: t's front at rows start.. end - 1.
+
+    t, out: contiguous, not empty. start, end: (1,) int32. Programs that have none of these rows end immediately.
+    """
+    rows, columns = t.shape
+    launch(_moved, ceil_div(rows, _TAIL_ROWS))(
+        t, out, start, end, rows, columns, FORTH=forth, ROWS=_TAIL_ROWS, COLUMNS=_TAIL_COLUMNS, num_warps=4
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _moved(
+    t_ptr,  # (M, N), contiguous
+    out_ptr,  # (M, N), contiguous
+    start_ptr,
+    end_ptr,
+    M,
+    N,
+    FORTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    start = tl.minimum(tl.maximum(tl.load(start_ptr), 0), M)
+    count = tl.minimum(tl.load(end_ptr), M) - start
+    first = tl.program_id(0) * ROWS
+    if first >= count:
+        return
+    row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    apart = start.to(tl.int64) * N
+    begin = first * 0
+    while begin < N:
+        column = (begin + tl.arange(0, COLUMNS))[None, :]
+        inside = (row < count) & (column < N)
+        place = row * N + column
+        if FORTH:
+            tl.store(out_ptr + place, tl.load(t_ptr + apart + place, mask=inside), mask=inside)
+        else:
+            tl.store(out_ptr + apart + place, tl.load(t_ptr + place, mask=inside), mask=inside)
+        begin += COLUMNS
+
+
 @triton.jit(do_not_specialize=["M"])
 def _zero_tail(
     t_ptr,  # (M, N), contiguous

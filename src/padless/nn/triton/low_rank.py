@@ -1,0 +1,276 @@
+"""The two products of low-rank adapters as Triton kernels: bound by the rows that they read or write.
+
+Rows are in groups of (expert, adapter). A program takes a few consecutive rows and goes through the groups that these
+are in; every row is multiplied by tensor-core instructions of the same shape whatever rows are around it, so that its
+bits depend on the row and the factors alone.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from padless.formats import ceil_div
+from padless.moe.triton.arithmetic import rounded
+from padless.quantization.triton import casts
+from padless.quantization.triton.launches import launch
+
+FACTORS = 8  # of a launch, which are parameters of the kernel
+_ROWS = tl.constexpr(16)  # of a program, the least that tensor cores take; fewer live ones where programs are few
+_PROGRAMS = 1024
+_DOWN_COLUMNS, _UP_COLUMNS = 128, 256
+
+
+def low_rank_down(
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int
+) -> torch.Tensor:
+    """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
+    _, rank, columns = factors[0].shape
+    t = torch.empty((rows.shape[0], width), dtype=torch.bfloat16, device=rows.device)
+    live, block_r = _live_rows(rows.shape[0]), max(16, triton.next_power_of_2(width))
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
+        launch(_down, ceil_div(rows.shape[0], live))(
+            rows, t, offs, *given, rows.shape[0], rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
+            BLOCK_R=block_r, BLOCK_K=min(_DOWN_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
+        )  # fmt: skip
+    return t
+
+
+def low_rank_up(
+    t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
+    added: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """`padless.nn.lora.low_rank.up`, of contiguous t and added; neither M nor N is 0."""
+    _, columns, rank = factors[0].shape
+    out = torch.empty((t.shape[0], columns), dtype=torch.bfloat16, device=t.device)
+    live, block_r = _live_rows(t.shape[0]), max(16, triton.next_power_of_2(rank))
+    block_n = min(_UP_COLUMNS, 8192 // block_r)
+    blocks = ceil_div(columns, block_n)
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
+        launch(_up, ceil_div(t.shape[0], live) * blocks)(
+            t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
+            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=8, **options,
+        )  # fmt: skip
+        added = out
+    return out
+
+
+def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int, num_adapters: int) -> torch.Tensor:
+    """`padless.nn.lora.low_rank.adapter_pairs`, of contiguous tensors; ids is not empty."""
+    out = torch.empty_like(ids)
+    launch(_pairs, ceil_div(ids.numel(), 256))(
+        ids, adapter_ids, out, ids.numel(), ids.shape[1], num_experts, num_adapters, SLOTS=256, num_warps=4
+    )
+    return out
+
+
+Launches = list[tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]]
+
+
+def _launches(
+    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, live: int
+) -> Launches:
+    """(factors, filled up with their first; strides and numbers; options) of each launch."""
+    if len({(t.stride(), t.dtype) for t in factors}) > 1:
+        factors = [t.contiguous() for t in factors]
+    hardware = casts.casts_in_hardware(offs.device)
+    found: Launches = []
+    for first in range(0, len(factors), FACTORS):
+        some = tuple(factors[first : first + FACTORS])
+        aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in some)
+        counts = (*some[0].stride(), offs.shape[0], per_expert, first, len(some), scaling)
+        options = {"LIVE": live, "ALIGNED": aligned, "HARDWARE": hardware, "enable_fp_fusion": False}
+        found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
+    return found
+
+
+def _live_rows(rows: int) -> int:
+    return min(_ROWS.value, max(1, triton.next_power_of_2(ceil_div(rows, 2 * _PROGRAMS))))
+
+
+@triton.jit(do_not_specialize=["slots", "num_adapters"])
+def _pairs(ids_ptr, adapter_ids_ptr, out_ptr, slots, top_k, num_experts, num_adapters, SLOTS: tl.constexpr):
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    expert = tl.load(ids_ptr + slot, mask=slot < slots, other=0)
+    adapter = tl.load(adapter_ids_ptr + slot // top_k, mask=slot < slots, other=0).to(expert.dtype)
+    adapter = tl.where((adapter >= 0) & (adapter < num_adapters), adapter, num_adapters)
+    pair = tl.where((expert >= 0) & (expert < num_experts), expert * (num_adapters + 1) + adapter, -1)
+    tl.store(out_ptr + slot, pair, mask=slot < slots)
+
+
+@triton.jit
+def _group_of(offs_ptr, row, num_groups):
+    """The first group that ends behind the row, num_groups where none does."""
+    low = row * 0
+    high = low + num_groups
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(offs_ptr + middle) > row:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
+def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED: tl.constexpr):
+    """The pointer of an adapter's factor of an expert."""
+    found = f0
+    if adapter == 1:
+        found = f1
+    if adapter == 2:
+        found = f2
+    if adapter == 3:
+        found = f3
+    if adapter == 4:
+        found = f4
+    if adapter == 5:
+        found = f5
+    if adapter == 6:
+        found = f6
+    if adapter == 7:
+        found = f7
+    found += of_expert
+    return tl.multiple_of(found, 16) if ALIGNED else found
+
+
+@triton.jit
+def _bfloat16(x, HARDWARE: tl.constexpr):
+    return x.to(tl.bfloat16) if HARDWARE else rounded(x, tl.bfloat16)
+
+
+@triton.jit
+def _product(x, factor, total, HARDWARE: tl.constexpr):
+    """total + x @ factor, of bfloat16 x and factor rounded to it. The interpreter's product of bfloat16 is wrong."""
+    if HARDWARE:
+        return tl.dot(x, factor.to(tl.bfloat16), total)
+    return tl.dot(casts.to_float32(x), casts.to_float32(rounded(casts.to_float32(factor), tl.bfloat16)), total)
+
+
+@triton.jit(do_not_specialize=["M", "num_groups", "per_expert", "first_factor", "num_factors"])
+def _down(
+    rows_ptr,  # (M, K) bfloat16, strides (row_stride, 1)
+    t_ptr,  # (M, WIDTH) bfloat16
+    offs_ptr,  # (num_groups,) int32, ends of the groups
+    f0, f1, f2, f3, f4, f5, f6, f7,  # (E, RANK, K), strides (expert_stride, rank_stride, k_stride)
+    M,
+    row_stride,
+    expert_stride,
+    rank_stride,
+    k_stride,
+    num_groups,
+    per_expert,
+    first_factor,
+    num_factors,
+    scaling,
+    K: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LIVE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    covered = tl.program_id(0) * LIVE
+    rows_ptr += covered.to(tl.int64) * row_stride
+    t_ptr += covered.to(tl.int64) * WIDTH
+    live = tl.arange(0, _ROWS)
+    row = covered + live
+    end_of_rows = tl.minimum(covered + LIVE, M)
+    j = tl.arange(0, BLOCK_R)
+    while covered < end_of_rows:
+        group = _group_of(offs_ptr, covered, num_groups)
+        end = end_of_rows
+        if group < num_groups:
+            end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+        adapter = group % per_expert - first_factor
+        if (group < num_groups) & (adapter >= 0) & (adapter < num_factors):
+            of_expert = (group // per_expert).to(tl.int64) * expert_stride
+            factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
+            mine = ((row >= covered) & (row < end))[:, None]
+            total = tl.zeros((_ROWS, BLOCK_R), tl.float32)
+            for start in tl.range(0, K, BLOCK_K, num_stages=4):
+                k = start + tl.arange(0, BLOCK_K)
+                inside = (k < K)[None, :]
+                x = tl.load(rows_ptr + live[:, None] * row_stride + k[None, :], mask=mine & inside, other=0.0)
+                a = tl.load(
+                    factor + j[:, None] * rank_stride + k[None, :] * k_stride,
+                    mask=(j < RANK)[:, None] & inside, other=0.0,
+                )  # fmt: skip
+                total = _product(x, tl.trans(a), total, HARDWARE)
+            tl.store(
+                t_ptr + live[:, None] * WIDTH + j[None, :], _bfloat16(total * scaling, HARDWARE),
+                mask=mine & (j < WIDTH)[None, :],
+            )  # fmt: skip
+        covered = end
+
+
+@triton.jit(do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors"])
+def _up(
+    t_ptr,  # (M, WIDTH) bfloat16
+    out_ptr,  # (M, N) bfloat16
+    offs_ptr,  # (num_groups,) int32, ends of the groups
+    f0, f1, f2, f3, f4, f5, f6, f7,  # (E, N, RANK), strides (expert_stride, n_stride, rank_stride)
+    added_ptr,  # (M, N) bfloat16, which may be out; None for zeros
+    M,
+    N,
+    blocks,  # programs for the columns of a row
+    expert_stride,
+    n_stride,
+    rank_stride,
+    num_groups,
+    per_expert,
+    first_factor,
+    num_factors,
+    scaling,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LIVE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Rows of no group and of groups without a factor are `added`."""
+    covered = tl.program_id(0) // blocks * LIVE
+    live = tl.arange(0, _ROWS)
+    row = covered + live
+    end_of_rows = tl.minimum(covered + LIVE, M)
+    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, BLOCK_R)
+    place = live[:, None] * N + n[None, :]
+    t_ptr += covered.to(tl.int64) * WIDTH
+    out_ptr += covered.to(tl.int64) * N
+    if added_ptr is not None:
+        added_ptr += covered.to(tl.int64) * N
+    while covered < end_of_rows:
+        group = _group_of(offs_ptr, covered, num_groups)
+        end = end_of_rows
+        if group < num_groups:
+            end = tl.minimum(tl.load(offs_ptr + group), end_of_rows)
+        mine = ((row >= covered) & (row < end))[:, None]
+        inside = mine & (n < N)[None, :]
+        if added_ptr is not None:
+            added = tl.load(added_ptr + place, mask=inside, other=0.0)
+        adapter = group % per_expert - first_factor
+        has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
+        of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
+        factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
+        in_rank = (j < RANK) & has_factor
+        t = tl.load(t_ptr + live[:, None] * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
+        b = tl.load(
+            factor + n[None, :] * n_stride + j[:, None] * rank_stride,
+            mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
+        )  # fmt: skip
+        result = _product(t, b, tl.zeros((_ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
+        if added_ptr is not None:
+            # A row without an adapter keeps its bits, the sign of zero too.
+            result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
+        tl.store(out_ptr + place, _bfloat16(result, HARDWARE), mask=inside)
+        covered = end
