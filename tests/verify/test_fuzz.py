@@ -18,7 +18,7 @@ from padless.nn.lora import frozen as lora_frozen
 from padless.nn.lora import linear as lora_linear
 from padless.nn.lora import tokens as lora_tokens
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import decode, epilogues, layers, products, quantizers, run, training
+from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
@@ -247,6 +247,18 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         "quantize_weight_both",
         after(lambda both: (both[0], tensor_nudged(both[1]))),
     ),
+    "a scale of random roundings": (
+        "quantize_nvfp4_stochastic",
+        quantizers,
+        "quantize_nvfp4_stochastic",
+        after(scale_nudged),
+    ),
+    "a rotated value": (
+        "quantize_nvfp4_stochastic",
+        quantizers,
+        "random_hadamard",
+        after(lambda t: t * (1 + 2.0**-12)),
+    ),
     "slack that is not zero": (
         "quantize_rows_columns",
         quantizers,
@@ -308,7 +320,7 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         lambda right: lambda y, inverse, weights, *rest, **kw: right(y, inverse, None, *rest, **kw),
     ),
     "the shared expert": ("moe.moe", layers.moe, "moe", forgets("shared")),
-    "the shared expert of few tokens": ("moe.decode", decode.moe, "moe", forgets("shared")),
+    "the shared expert of few tokens": ("moe.decode", layers.moe, "moe", forgets("shared")),
     "a bias of the layer": ("moe.moe", layers.moe, "moe", forgets("bias2")),
     "the adapter of another group": (
         "nn.LoraGroupedLinear",

@@ -16,7 +16,7 @@ from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.testing.bits import bits
 from padless.verify.emulator.kernels import settings_of
-from padless.verify.fuzz import case, decode
+from padless.verify.fuzz import case, decode, whole_layer
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.subjects import SUBJECTS
 from padless.verify.run import jobs_of
@@ -27,7 +27,8 @@ PASSES, TURNED, ALONE, AFTER, MOVED, REPLAY = (
     "the passes one by one", "tokens in reverse", "a token alone", "the same after other tokens", "from call to call",
     "replay",
 )  # fmt: skip
-KINDS = (PASSES, TURNED, ALONE, AFTER, MOVED, REPLAY)
+SOME = "some tokens"
+KINDS = (SOME, PASSES, TURNED, ALONE, AFTER, MOVED, REPLAY)
 
 
 @dataclass
@@ -134,7 +135,7 @@ BUGS: dict[str, tuple[Bug, set[str]]] = {
 
 def found_by(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What finds the bug in the fixed problems, cut to a block of each dimension."""
-    right, memory = decode.moe.moe, dict[str, Any]()
+    right, memory = whole_layer.moe.moe, dict[str, Any]()
 
     def planted(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *, shared: Any, **how: Any) -> torch.Tensor:
         def layer(x: Any, ids: Any, weights: Any, *, shared: Any) -> torch.Tensor:
@@ -143,7 +144,7 @@ def found_by(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return bug(Planted(x, ids, weights, shared, layer, w2.logical_shape[0], memory))
 
     monkeypatch.setattr(case, "REPEATS", 7)
-    monkeypatch.setattr(decode.moe, "moe", planted)
+    monkeypatch.setattr(whole_layer.moe, "moe", planted)
     place = place_of("reference")
     for o in decode.lines("sm_90a"):
         memory.clear()

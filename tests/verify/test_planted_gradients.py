@@ -401,3 +401,17 @@ def test_they_pass_in_the_emulator(call: str) -> None:
             if "repeats" not in o["properties"]:
                 SUBJECTS[call].judge(o, place)
     assert "elements" in place.judge.outcome()
+
+
+@pytest.mark.parametrize("call", [COLUMNS, ROWS, "plain.grouped_gemm"])
+def test_problems_that_share_a_reference_have_the_same_operands(call: str) -> None:
+    """Of a small shape: those whose bits are compared need one reference for each kind of operands."""
+    made: dict[Any, list[torch.Tensor]] = {}
+    place, lines = place_of("reference"), SUBJECTS[call].lines("sm_90a")
+    small = [o for o in lines if "bits" in o["properties"] and o["sizes"] == [5, 0, 130, 1]]
+    for o in small:
+        one: Any = {COLUMNS: training.Wgrad, ROWS: plain.Wgrad}.get(call, plain.Product)(o, place)
+        found = [bits(t) for t in case.tensors_of(one.operands)]
+        same = made.setdefault(case.reference_of(one), found)
+        assert all(map(torch.equal, found, same)), o
+    assert 2 <= len(made) <= len(small) // 4

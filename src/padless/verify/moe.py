@@ -1,411 +1,157 @@
-"""The checks of ``padless verify`` for the Mixture-of-Experts layer: its passes, and the layer as a whole.
+"""Checks of ``padless verify`` for the Mixture-of-Experts layer: its passes, edges, operators, launches of decoding.
 
-Each raises AssertionError. Inputs are random, with ids that are no expert among them and NaN in what must not be read.
+Each raises AssertionError. `CHECKS` are these by name.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from padless.formats import (
-    FORMAT_BY_NAME,
-    FORMATS,
-    FP8_BLOCK,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    BlockScaledFormat,
-    BlockScaledTensor,
-)
-from padless.moe import (
-    Activation,
-    activate_quantize,
-    combine,
-    combine_backward,
-    gather_backward,
-    gather_quantize,
-    moe,
-    route,
-    route_quantize,
-    twins,
-)
-from padless.moe.layer import Projection
-from padless.quantization.quantize import dequantize, quantize
-from padless.runtime.choices import ScaleLayout
-from padless.testing.bits import differing
-from padless.testing.guarded import POISON
-from padless.verify.checks import Check
-from padless.verify.fuzz.place import Place
-from padless.verify.tiles import pairs_of
+from padless.kernels.table import kernels_arch
+from padless.moe import moe, ops, route
+from padless.runtime.driver import cuda_driver
+from padless.testing.bits import same_bits
+from padless.verify import epilogue
+from padless.verify.fuzz.place import place_of
+from padless.verify.fuzz.problem import Options
+from padless.verify.fuzz.whole_layer import GPT_OSS, Layer, cases_of, edge_lines, line_of
+from padless.verify.lines import check_of, triton_check_of
 
 DEVICE = "cuda"
-# (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
-ROUTINGS = (
-    (0, 4, 8),
-    (1, 8, 128),
-    (64, 8, 512),
-    (61, 16, 60),
-    (513, 8, 257),
-    (4097, 1, 512),
-    (8192, 8, 128),
-    (20011, 6, 64),
-)
-# (tokens, k, experts, columns)
-GATHERS = ((1, 8, 16, 256), (64, 8, 128, 2880), (700, 3, 9, 1040), (3000, 8, 64, 512))
-ACTIVATIONS = (
-    *(Activation("swiglu", gate_up) for gate_up in ("concatenated", "interleaved", "alternating")),
-    Activation("swiglu", "alternating", alpha=1.702, limit=7.0, up_offset=1.0),
-    Activation("geglu", limit=3.0),
-    Activation("relu2"),
-    Activation("gelu"),
-    Activation("silu"),
-)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
+MOST_LAUNCHES = 4
 
 
-def draw_ids(tokens: int, top_k: int, experts: int, seed: int) -> torch.Tensor:
-    """(T, k) int64 ids on the CPU, some of them no expert."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, experts, (tokens, top_k), generator=generator)
-    chance = torch.rand(ids.shape, generator=generator)
-    ids[chance < 0.03] = experts
-    ids[chance > 0.98] = -1
-    return ids
+def _layer(options: Options) -> Layer:
+    return Layer(options, place_of("cuda" if DEVICE == "cuda" else "reference"))
 
 
-def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> int:
-    """The number of elements. Raises AssertionError unless all bits are equal, but those of NaN."""
-    got = got.cpu()
-    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
-    wrong = differing(got, want, any_nan=True)
-    assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} differ"
-    return got.numel()
+# --- operators -------------------------------------------------------------------------------------------
 
 
-def same_quantized(name: str, got: BlockScaledTensor, want: BlockScaledTensor) -> None:
-    """Raises AssertionError unless codes and scales are equal in every bit."""
-    same_bits(f"{name}, codes", got.data.view(torch.uint8), want.data.view(torch.uint8))
-    same_bits(f"{name}, scales", got.scale, want.scale)
+def operators() -> dict[str, tuple[Any, ...]]:
+    """Arguments of every operator on the device; scales are float32, which opcheck can compare."""
+    layer = _layer(line_of("FP8_BLOCK", "FP8_BLOCK", (6, 3, 5, 256, 128), 1))
+    x, ids, top_k_weights = layer.operands.x, layer.operands.ids, layer.operands.weights
+    inverse = route(ids, 5).inverse
+    y = torch.randn(18, 256, device=DEVICE).bfloat16()
+    activation = ("swiglu", "alternating", 1.5, 7.0, 1.0)
+    weights, second = ops.packed(layer.w13), ops.packed(layer.w2)
+    how = ("FP8_BLOCK", "swiglu", "concatenated", 1.0, None, 0.0, torch.bfloat16, None)
+    none = (None,) * 5
+    return {
+        "route": (ids, 5),
+        "route_quantize": (x, ids, 5, "FP8_BLOCK", "", "plain", None),
+        "gather_quantize": (x, inverse, "FP8_BLOCK", "", "plain", None),
+        "activate_quantize": (y, *activation, "FP8_BLOCK", "", "plain", None, None),
+        "combine": (y, inverse, top_k_weights, x, torch.float32),
+        "combine_backward": (x, y, inverse, top_k_weights),
+        "moe": (x, ids, top_k_weights, *weights, *second, *none, *how),
+        "moe_backward": (
+            x, x, ids, top_k_weights, *weights[:2], *second[:2], "concatenated", None, True
+        ),
+    }  # fmt: skip
 
 
-# --- passes ----------------------------------------------------------------------------------------------
+def check_operators() -> str:
+    """Every operator keeps torch.library's rules, and the layer compiles to one graph with the eager call's bits."""
+    found = operators()
+    for name, arguments in found.items():
+        torch.library.opcheck(getattr(torch.ops.padless, name).default, arguments)
+    layer = _layer(line_of("FP8_BLOCK", "FP8_BLOCK", (7, 3, 5, 256, 128), 2))
+    compiled = torch.compile(partial(_doubled, layer.w13, layer.w2), backend="aot_eager", fullgraph=True)
+    given = (layer.operands.x, layer.operands.ids, layer.operands.weights)
+    eager = _doubled(layer.w13, layer.w2, *given)
+    assert same_bits(compiled(*given), eager), "compiled moe() has other bits"
+    torch._dynamo.reset()
+    return f"{len(found)} operators"
 
 
-def check_routing(name: str, ids: torch.Tensor, experts: int) -> None:
-    """Routing on the GPU is its twin, bit for bit."""
-    want = twins.route(ids, experts)
-    for dtype in (torch.int64, torch.int32):
-        got = route(ids.to(DEVICE, dtype), experts)
-        for part, one, other in zip(got._fields, got, want, strict=True):
-            same_bits(f"{part}, {name}", one, other)
+def _doubled(w13: Any, w2: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return moe(x * 2, ids, weights, w13, w2) + 1
 
 
-def check_rows(
-    name: str, ids: torch.Tensor, experts: int, x: torch.Tensor, format: BlockScaledFormat, layout: ScaleLayout
-) -> None:
-    """Quantizing gathered rows of x (T, N) on the GPU has the bits of gathering and quantizing on the CPU."""
-    _, rows, inverse = twins.route(ids, experts)
-    options: dict[str, Any] = {"scale_layout": layout, "global_scale": _scale_of(format)}
-    want = quantize(x[rows.long()], format, **options)
-    if format == NVFP4:
-        options["global_scale"] = options["global_scale"].to(DEVICE)
-    there = x.to(DEVICE)
-    routing, routed = route_quantize(there, ids.to(DEVICE), experts, format, **options)
-    same_bits(f"tokens of route_quantize, {name}", routing.tokens, rows)
-    same_bits(f"inverse of route_quantize, {name}", routing.inverse, inverse)
-    for call, got in (
-        ("route_quantize", routed),
-        ("gather_quantize", gather_quantize(there, routing.inverse, format, **options)),
-        ("quantize(rows=)", quantize(there, format, rows=routing.tokens, **options)),
-    ):
-        same_quantized(f"{call} to {format.name} {layout}, {name}", got, want)
+# --- decoding --------------------------------------------------------------------------------------------
 
 
-def check_activation(name: str, x: torch.Tensor, activation: Activation, format: BlockScaledFormat | None) -> None:
-    """An activation of x (M, N) on the GPU, quantized or in bfloat16, is its twin, bit for bit."""
-    values = twins.activated(x, activation, in_bfloat16=format is None)
-    scale = None if format is None else _scale_of(format)
-    on_gpu = None if scale is None else scale.to(DEVICE)
-    got = activate_quantize(x.to(DEVICE), activation, format, global_scale=on_gpu)
-    if isinstance(got, torch.Tensor):
-        same_bits(f"{activation}, {name}", got, values)
-    else:
-        assert format is not None
-        want = quantize(values, format, global_scale=scale)
-        same_quantized(f"{activation} as {format.name}, {name}", got, want)
+def check_decode() -> str:
+    """A layer of at most 64 tokens is one kernel, or four with the products begun before those ahead have ended."""
+    for tokens in DECODED:
+        sizes = (tokens, DECODE_TOP_K, DECODE_EXPERTS, DECODE_COLUMNS, DECODE_COLUMNS)
+        for weights, activations, options in decoded(cuda_driver().arch):
+            layer = _layer(line_of(weights, activations, sizes, tokens, **options))
+            call = partial(layer.call, layer.operands)
+            name = f"{weights} {options}, {tokens} tokens"
+            judge_launches(name, *nodes_of(call), programmatic=_is_programmatic())
+    return f"at most {MOST_LAUNCHES} launches"
 
 
-def check_sum(
-    name: str, ids: torch.Tensor, experts: int, n: int, dtype: torch.dtype, weights_dtype: torch.dtype, seed: int
-) -> None:
-    """Sums over k and their gradients on the GPU are their twins, bit for bit; rows of no expert are not counted."""
-    generator, tokens = torch.Generator().manual_seed(seed), len(ids)
-    inverse = twins.route(ids, experts)[2]
-    y = torch.randn(ids.numel(), n, generator=generator).to(dtype)
-    weights = torch.rand(ids.shape, generator=generator)
-    dropped = inverse < 0
-    y[-1 - inverse[dropped].long()] = float("nan")
-    weights[dropped] = float("nan")
-    weights = weights.to(weights_dtype)
-    shared = torch.randn(tokens, n, generator=generator).to(dtype)
-    there = [t.to(DEVICE) for t in (y, inverse, weights, shared)]
-    want = twins.combine(y, inverse, weights, shared, dtype)
-    assert want.isfinite().all(), f"{name}: rows of no expert are counted"
-    same_bits(f"combine, {name}", combine(*there), want)
-    want = twins.combine(y, inverse, None, None, torch.float32)
-    same_bits(f"sum, {name}", combine(there[0], there[1], None, out_dtype=torch.float32), want)
-    gradients = (*combine_backward(there[3], *there[:3]), gather_backward(*there[:2]))
-    expected = (*twins.combine_backward(shared, y, inverse, weights), twins.combine(y, inverse, None, None, dtype))
-    for part, one, other in zip(("dy", "dweights", "gather_backward"), gradients, expected, strict=True):
-        same_bits(f"{part}, {name}", one, other)
+def decoded(arch: str) -> Iterator[tuple[str, str, Options]]:
+    """(weights, activations, options) of four launches: plain SwiGLU, and gpt-oss' on Hopper."""
+    for weights, activations, _, options in cases_of(arch):
+        is_gpt_oss = options == GPT_OSS and activations == "BF16" and kernels_arch(arch) == "sm_90a"
+        if is_gpt_oss or (not options and weights != "NVFP4"):
+            yield weights, activations, options
 
 
-def _scale_of(format: BlockScaledFormat) -> torch.Tensor | None:
-    return torch.tensor(0.003) if format == NVFP4 else None
+def _is_programmatic() -> bool:
+    from padless.quantization.triton.launches import is_programmatic
+
+    return bool(is_programmatic(torch.device(DEVICE)))
 
 
-def check_routings() -> str:
-    for seed, (tokens, top_k, experts) in enumerate(ROUTINGS):
-        for ids in (draw_ids(tokens, top_k, experts, seed), torch.full((tokens, top_k), experts // 2)):
-            check_routing(f"{tokens} tokens, k {top_k}, {experts} experts", ids, experts)
-    return f"{4 * len(ROUTINGS)} routings, bit for bit"
+def judge_launches(name: str, kinds: Sequence[str], early: int, *, programmatic: bool) -> None:
+    """Raises AssertionError for more than four nodes, one that is no kernel, and of several a product that waits.
+
+    kinds: of a captured layer's nodes. early: how many of them begin before the one ahead has ended.
+    """
+    assert set(kinds) == {"KERNEL"}, f"{name}: a layer's nodes are {kinds}"
+    assert len(kinds) <= MOST_LAUNCHES, f"{name}: {len(kinds)} launches, allowed {MOST_LAUNCHES}"
+    if programmatic and len(kinds) > 1:
+        assert early >= 2, f"{name}: {early} launches begin early, of two products"
 
 
-def check_gathers() -> str:
-    for seed, (tokens, top_k, experts, k) in enumerate(GATHERS):
-        ids = draw_ids(tokens, top_k, experts, seed)
-        for format, dtype in zip(FORMATS, (*DTYPES, *DTYPES), strict=False):
-            x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            x[tokens // 2, 3] = float("nan")
-            layouts: tuple[ScaleLayout, ...] = ("plain",) if format == FP8_BLOCK else ("plain", "blocked")
-            for layout in layouts:
-                check_rows(f"{tokens} tokens", ids, experts, x, format, layout)
-    return f"{len(GATHERS)} gathers in {len(FORMATS)} formats, bit for bit"
+def nodes_of(call: Callable[[], object]) -> tuple[list[str], int]:
+    """Kinds of the nodes of a CUDA graph of one call, and how many edges between them are programmatic."""
+    from cuda.bindings import driver
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        call()
+    raw = driver.CUgraph(graph.raw_cuda_graph())
+    nodes = _answer(driver.cuGraphGetNodes(raw, _answer(driver.cuGraphGetNodes(raw))[-1]))[0]
+    kinds = [str(_answer(driver.cuGraphNodeGetType(node))[0].name).rpartition("_")[2] for node in nodes]
+    count = _answer(driver.cuGraphGetEdges(raw))[-1]
+    edges_data = _answer(driver.cuGraphGetEdges(raw, count))[2] if count else []
+    programmatic = driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+    return kinds, sum(int(edge.type) == int(programmatic) for edge in edges_data)
 
 
-def check_activations() -> str:
-    for seed, activation in enumerate(ACTIVATIONS):
-        for m, n, dtype in ((5, 512, torch.bfloat16), (700, 2880 * 2, torch.bfloat16), (33, 1152, torch.float32)):
-            x = torch.randn(m, n, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 2, n)
-            x[0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-            for format in (None, *FORMATS):
-                check_activation(f"{(m, n)}", x.to(dtype), activation, format)
-    return f"{len(ACTIVATIONS)} activations in {len(FORMATS)} formats and bfloat16, bit for bit"
+def _answer(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    assert int(found[0]) == 0, f"CUDA driver: {found[0]}"
+    return found[1:]
 
 
-def check_sums() -> str:
-    both = zip(DTYPES, (torch.float32, torch.bfloat16, torch.float32), strict=True)
-    for (seed, (tokens, top_k, experts, n)), dtypes in itertools.product(enumerate(GATHERS), both):
-        ids = draw_ids(tokens, top_k, experts, seed)
-        check_sum(f"{tokens} tokens, k {top_k}, {dtypes[0]}", ids, experts, n, *dtypes, seed)
-    return f"{len(DTYPES) * len(GATHERS)} sums with gradients, bit for bit"
-
-
-# By name; Triton compiles the passes while they run, so each is a check of its own, beside the others.
-PASSES = {
-    "routing of the MoE layer": check_routings,
-    "gathers of the MoE layer": check_gathers,
-    "activations of the MoE layer": check_activations,
-    "sums of the MoE layer": check_sums,
+# By name; Triton compiles the passes while they run, so each is one check, in parallel with the others.
+PASSES: dict[str, Callable[[], str]] = {
+    "routing of the MoE layer": triton_check_of("moe.route"),
+    "gathers of the MoE layer": triton_check_of("moe.gather_quantize"),
+    "activations of the MoE layer": triton_check_of("moe.activate_quantize"),
+    "sums of the MoE layer": triton_check_of("moe.combine"),
 }
-
-
-# --- the layer -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer's weights, tokens and options."""
-
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    w13: BlockScaledTensor
-    w2: BlockScaledTensor
-    options: dict[str, Any]
-
-    def run(self, **more: Any) -> torch.Tensor:
-        return moe(self.x, self.ids, self.weights, self.w13, self.w2, **(self.options | more))
-
-    def only(self, tokens: torch.Tensor) -> Layer:
-        return replace(self, x=self.x[tokens], ids=self.ids[tokens], weights=self.weights[tokens])
-
-    def to(self, device: str) -> Layer:
-        def moved(t: Any) -> Any:
-            if isinstance(t, BlockScaledTensor):
-                scale = None if t.global_scale is None else t.global_scale.to(device)
-                return BlockScaledTensor(t.data.to(device), t.scale.to(device), t.format, scale, t.scale_layout)
-            return t.to(device) if isinstance(t, torch.Tensor) else t
-
-        options = {name: moved(value) for name, value in self.options.items()}
-        x, ids, weights, w13, w2 = map(moved, (self.x, self.ids, self.weights, self.w13, self.w2))
-        return Layer(x, ids, weights, w13, w2, options)
-
-
-GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-# (weights, activations, (tokens, k, experts, H, I), other options, whether with biases)
-Case = tuple[BlockScaledFormat, Any, tuple[int, ...], dict[str, Any], bool]
-CASES: tuple[Case, ...] = (
-    (FP8_BLOCK, None, (37, 4, 9, 384, 256), {}, False),
-    (FP8_BLOCK, None, (300, 6, 16, 640, 384), {}, True),
-    (FP8_BLOCK, None, (90, 2, 5, 272, 128), {"activation": "relu2"}, False),
-    (MXFP8, None, (70, 4, 9, 384, 256), {}, False),
-    (NVFP4, None, (70, 4, 9, 384, 256), {}, False),
-    (MXFP4, None, (70, 4, 9, 384, 256), GPT_OSS, True),
-    (MXFP4, torch.bfloat16, (70, 4, 9, 384, 256), GPT_OSS, True),
-    (MXFP4, torch.bfloat16, (21, 3, 5, 256, 128), {}, False),
-    (MXFP4, MXFP4, (70, 4, 9, 384, 256), {}, False),
-)
-# Largest error of a token over the root of the mean square of all tokens: quantizing activations twice, to e4m3 or e2m1.
-BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0.02}
-
-
-def layers(arch: str) -> Iterator[Layer]:
-    """The layers whose pairs of formats have kernels on ``arch``; on the CPU."""
-    for seed, case in enumerate(CASES):
-        if case in cases(arch):
-            yield draw_layer(*case, seed)
-
-
-def cases(arch: str) -> list[Case]:
-    """Those of the cases whose pairs of formats have kernels on ``arch``."""
-    pairs = pairs_of(arch, "grouped_gemm")
-    return [case for case in CASES if (activations_of(*case[:2]), case[0].name) in pairs]
-
-
-def activations_of(weights: BlockScaledFormat, activations: Any) -> str:
-    """Name of the format of activations that moe() takes."""
-    if activations is None:
-        from padless.moe.layer import ACTIVATIONS as DEFAULTS
-
-        return DEFAULTS[weights].name
-    return "BF16" if activations is torch.bfloat16 else str(activations.name)
-
-
-def draw_layer(
-    format: BlockScaledFormat,
-    activations: Any,
-    sizes: tuple[int, ...],
-    options: dict[str, Any],
-    with_bias: bool,
-    seed: int,
-) -> Layer:
-    """A random layer on the CPU; sizes: tokens, k, experts, H, I."""
-    tokens, top_k, experts, h, i = sizes
-    generator = torch.Generator().manual_seed(seed)
-    n = i if options.get("activation") == "relu2" else 2 * i
-    given: dict[str, Any] = {**options, "activations": activations}
-    if with_bias:
-        given["bias13"] = torch.randn(experts, n, generator=generator) * 0.3
-        given["bias2"] = torch.randn(experts, h, generator=generator) * 0.3
-    w13 = torch.randn(experts, n, h, generator=generator) / h**0.5
-    w2 = torch.randn(experts, h, i, generator=generator) / i**0.5
-    return Layer(
-        torch.randn(tokens, h, generator=generator).bfloat16(),
-        draw_ids(tokens, top_k, experts, seed),
-        torch.rand(tokens, top_k, generator=generator),
-        quantize(w13, format, kind="weight"),
-        quantize(w2, format, kind="weight"),
-        given,
-    )
-
-
-def check_layer(place: Place) -> None:
-    """moe() is its passes' twins around the GPU's products, right, the same alone as among others, and replays."""
-    for on_cpu in layers(place.arch):
-        layer, name = on_cpu.to(str(place.device)), f"{on_cpu.w13.format.name} {on_cpu.options}"
-        out = layer.run()
-        place.judge.ask(partial(same_bits, f"moe() of {name}", out, composed(on_cpu, str(place.device))))
-        limit = BOUNDS[activations_of(layer.w13.format, layer.options["activations"])]
-        place.judge.ask(partial(judge_error, name, out, on_cpu, limit))
-        tokens = layer.x.shape[0]
-        for some in (torch.tensor([tokens // 3]), torch.randperm(tokens)[: tokens // 2]):
-            picked = place.put(some)
-            place.judge.same(f"some tokens of {name}", layer.only(picked).run(), out[picked])
-        _check_replay(place, layer, name)
-
-
-def judge_error(name: str, out: torch.Tensor, layer: Layer, limit: float) -> None:
-    """Raises AssertionError where a token is further from float64 than ``limit``."""
-    error = largest_error(out.cpu(), layer)
-    assert error <= limit, f"moe() of {name}: a token is off by {error:.3f}, allowed {limit}"
-
-
-def composed(layer: Layer, device: str) -> torch.Tensor:
-    """The layer of twins on the CPU and the GPU's products."""
-    o = layer.options
-    act = Activation(
-        o.get("activation", "swiglu"),
-        o.get("gate_up", "concatenated"),
-        o.get("alpha", 1.0),
-        o.get("limit"),
-        o.get("up_offset", 0.0),
-    )
-    format = FORMAT_BY_NAME.get(activations_of(layer.w13.format, o["activations"]))
-    scale = torch.ones(()) if format == NVFP4 else None
-    offs, tokens, inverse = twins.route(layer.ids, layer.w13.data.shape[0])
-    there = layer.to(device)
-    rows = layer.x[tokens.long()]
-    a: Any = rows.to(device) if format is None else _moved(quantize(rows, format, global_scale=scale), device)
-    first, second = (
-        Projection(w, bias, None)
-        for w, bias in ((there.w13, there.options.get("bias13")), (there.w2, there.options.get("bias2")))
-    )
-    ends = offs.to(device)
-    h = first.product(a, ends).cpu()
-    values = twins.activated(h, act, in_bfloat16=format is None)
-    hidden = values.to(device) if format is None else _moved(quantize(values, format, global_scale=scale), device)
-    y = second.product(hidden, ends).cpu()
-    y[int(offs[-1]) :].view(POISON[2][0]).fill_(POISON[2][1])
-    return twins.combine(y, inverse, layer.weights, None, layer.x.dtype)
-
-
-def _moved(t: BlockScaledTensor, device: str) -> BlockScaledTensor:
-    scale = None if t.global_scale is None else t.global_scale.to(device)
-    # MN-major scales become row-major: the same numbers.
-    return BlockScaledTensor(t.data.to(device), t.scale.contiguous().to(device), t.format, scale, t.scale_layout)
-
-
-def largest_error(out: torch.Tensor, layer: Layer) -> float:
-    """Of a token against float64 of the dequantized weights, over the root of the mean square of all tokens' norms."""
-    o, experts = layer.options, layer.w13.data.shape[0]
-    w13, w2 = dequantize(layer.w13).double(), dequantize(layer.w2).double()
-    want = torch.zeros(layer.x.shape, dtype=torch.float64)
-    for e in range(experts):
-        token, slot = (layer.ids == e).nonzero(as_tuple=True)
-        h = layer.x[token].double() @ w13[e].t()
-        h = h if o.get("bias13") is None else h + o["bias13"][e].double()
-        y = _exact_activation(h, o) @ w2[e].t()
-        y = y if o.get("bias2") is None else y + o["bias2"][e].double()
-        want.index_add_(0, token, y * layer.weights[token, slot, None].double())
-    size = want.norm(dim=1).square().mean().sqrt()
-    return float(((out.double() - want).norm(dim=1) / size).max())
-
-
-def _exact_activation(h: torch.Tensor, o: dict[str, Any]) -> torch.Tensor:
-    if o.get("activation") == "relu2":
-        return h.clamp(min=0).square()
-    gate, up = (h[:, 0::2], h[:, 1::2]) if o.get("gate_up") == "alternating" else h.chunk(2, dim=1)
-    if o.get("limit") is not None:
-        gate, up = gate.clamp(max=o["limit"]), up.clamp(-o["limit"], o["limit"])
-    return gate * (gate * o.get("alpha", 1.0)).sigmoid() * (up + o.get("up_offset", 0.0))
-
-
-def _check_replay(place: Place, layer: Layer, name: str) -> None:
-    """Captured in a CUDA graph, replayed with other tokens, ids and weights in the same buffers; no call waits."""
-    static = replace(layer, x=layer.x.clone(), ids=layer.ids.clone(), weights=layer.weights.clone())
-    out = torch.empty_like(layer.x)
-    order = torch.randperm(layer.x.shape[0], device=place.device)
-    other = replace(layer.only(order), ids=layer.ids.flip(1))
-    targets = (static.x, static.ids, static.weights)
-    place.replayed(lambda: out.copy_(static.run()), targets, (other.x, other.ids, other.weights))
-    place.judge.same(f"replay of {name}", out, other.run)
-
-
-CHECK = Check(check_layer)
+CHECKS: dict[str, Callable[[], str]] = {
+    **PASSES,
+    "operators of the MoE layer": check_operators,
+    "gated epilogues": epilogue.GATES,
+    "MoE layer": check_of("moe.moe"),
+    "MoE layer at edges": check_of("moe.moe", edge_lines),
+    "decoding by the MoE layer": check_decode,
+}
+# Those for which nothing is compiled ahead: Triton's kernels alone, or few products.
+TRITON_ALONE = (*PASSES, "operators of the MoE layer", "decoding by the MoE layer")

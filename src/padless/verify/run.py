@@ -25,12 +25,12 @@ from padless.runtime.driver import cuda_driver
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import cpus, useful_workers, worker_pool
-from padless.verify import chains, epilogue, train_quantizers
+from padless.verify import chains, epilogue
 from padless.verify.checks import rehearsals_of
 from padless.verify.emulator import products, tensor_core
-from padless.verify.lines import PRODUCTS, check_of
-from padless.verify.moe_edges import CHECKS as MOE_CHECKS
-from padless.verify.moe_edges import TRITON_ALONE
+from padless.verify.lines import PRODUCTS, check_of, triton_check_of
+from padless.verify.moe import CHECKS as MOE_CHECKS
+from padless.verify.moe import TRITON_ALONE
 from padless.verify.training import graphs
 from padless.verify.training import layer as training
 from padless.verify.two_devices import CHECK as TWO_DEVICES
@@ -48,9 +48,15 @@ _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
 # that the weight-gradient kernel hands over so. The emulator does; its tests plant the waits that are missing.
 _NOT_FOLLOWED = {("racecheck", "padless.verify.lines grouped_gemm_wgrad")}
-QUANTIZER_CHECKS = train_quantizers.CHECKS
+_TRAINING = (
+    "quantize_rows_columns", "swiglu_backward_quantize", "quantize_weight_both", "quantize_nvfp4_stochastic"
+)  # fmt: skip
 
 Check = Callable[[], str]
+QUANTIZER_CHECKS: dict[str, Check] = {
+    "quantizers agree": triton_check_of("quantize"),
+    "training quantizers agree": triton_check_of(*_TRAINING),
+}
 # Checks by name, and modules of small launches for the sanitizer.
 Jobs = Callable[[], tuple[dict[str, Check], list[str]]]
 _FP8_BLOCK = (

@@ -134,12 +134,16 @@ def _other_order(b: torch.Tensor) -> torch.Tensor:
 
 def product_lines(arch: str) -> Iterator[Options]:
     """Fixed problems: every kernel on every shape, normal values and values over forty powers of two."""
-    for out, tile in itertools.product(DTYPES, range(1, 1 + len(_TILES))):
-        one: Options = {"out": out, "tile": tile, "n_major": False, "gaps": [0, 0, 0], "seed": tile, "past": 0}
-        one |= {"nan_row": -1, "nan_group": -1, "offs64": False, "wide": False, "hostile": []}
-        for (sizes, past, n, k), wide in itertools.product(_PRODUCTS, (False, True)):
-            checked = ["bits", "changes"] if wide else ["near", "bits", "changes"]
-            yield one | {"sizes": [*sizes], "past": past, "n": n, "k": k, "wide": wide, "properties": checked}
+    every: list[Options] = [
+        {"out": out, "tile": tile, "n_major": False, "gaps": [0, 0, 0], "seed": 1, "past": 0, "nan_row": -1}
+        | {"nan_group": -1, "offs64": False, "wide": False, "hostile": []}
+        for out, tile in itertools.product(DTYPES, range(1, 1 + len(_TILES)))
+    ]
+    for (seed, (sizes, past, n, k)), wide in itertools.product(enumerate(_PRODUCTS), (False, True)):
+        shape = {"sizes": [*sizes], "past": past, "n": n, "k": k, "wide": wide, "seed": seed}
+        properties = ["bits", "changes"] if wide else ["near", "bits", "changes"]
+        yield from (one | shape | {"properties": properties} for one in every)
+    for one in every:
         for major in (False, True):
             small = one | {"n_major": major, "properties": []}
             yield small | {"sizes": [5, 0, 130, 1], "past": 3, "n": 272, "k": 144}
@@ -175,17 +179,21 @@ _WGRAD_TILES = ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))  # block
 
 def wgrad_lines(arch: str) -> Iterator[Options]:
     """Fixed problems: every kernel on every shape, stored and accumulated."""
-    for out, tile in itertools.product(("bfloat16", "float32"), range(1, 1 + len(_WGRAD_TILES))):
-        one: Options = {"out": out, "tile": tile, "accumulate": out == "float32", "gaps": [0, 0, 0], "seed": tile}
-        one |= {"nan_group": -1, "offs64": False, "wide": False, "past": 0}
-        for (sizes, past, n, k), wide in itertools.product(_WGRADS, (False, True)):
-            checked = ["bits"] if wide else ["near", "bits", "changes"]
-            yield one | {"sizes": [*sizes], "past": past, "n": n, "k": k, "wide": wide, "properties": checked}
+    every: list[Options] = [
+        {"out": out, "tile": tile, "accumulate": out == "float32", "gaps": [0, 0, 0], "seed": 1, "past": 0}
+        | {"nan_group": -1, "offs64": False, "wide": False}
+        for out, tile in itertools.product(("bfloat16", "float32"), range(1, 1 + len(_WGRAD_TILES)))
+    ]
+    for (seed, (sizes, past, n, k)), wide in itertools.product(enumerate(_WGRADS), (False, True)):
+        shape = {"sizes": [*sizes], "past": past, "n": n, "k": k, "wide": wide, "seed": seed}
+        properties = ["bits"] if wide else ["near", "bits", "changes"]
+        yield from (one | shape | {"properties": properties} for one in every)
+    for one in every:
         for sizes, past, n, k in (((5, 0, 130, 1), 3, 272, 144), ((0, 64, 700), 7, 144, 208)):
             yield one | {"sizes": [*sizes], "past": past, "n": n, "k": k, "properties": []}
         yield one | {"sizes": [300, 0, 7, 1029, 127, 64, 1], "n": 1008, "k": 1040, "properties": ["repeats"]}
         for four in ([100, 0, 57, 99], [0, 0, 256, 0]):
-            properties = ["replay", "microbatches"] if out == "float32" else ["replay"]
+            properties = ["replay", "microbatches"] if one["accumulate"] else ["replay"]
             yield one | {"sizes": four, "n": 272, "k": 400, "properties": properties}
 
 

@@ -9,13 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
+from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options
 
 REPEATS = 20
-Part = Callable[[torch.Tensor], torch.Tensor]
+# Options that change neither operands nor a reference's bits, which are of float32.
+_OF_KERNELS = {"tile", "cluster", "pieces", "out", "accumulate", "properties"}
+Part = Callable[[Any], Any]
 # Another way to ask for the same results: what it is, the call, which part of its output is which of the case's.
-Change = tuple[str, Callable[[], torch.Tensor], Part, Part]
+Change = tuple[str, Callable[[], Any], Part, Part]
 # Makes a case of the same shapes by its number.
 Other = Callable[[int], Any]
 
@@ -27,15 +30,18 @@ class Case(Protocol):
     place: Place
     operands: Any
 
-    def run(self, operands: Any) -> torch.Tensor:
-        """Makes the call into a guarded output of its own."""
+    def run(self, operands: Any) -> Any:
+        """Makes the call into a guarded output of its own, or from poisoned memory: a tensor, or several."""
         ...
 
-    def make(self, out: torch.Tensor) -> object:
-        """Makes the call on its own operands into ``out``, as a user would, with nothing but what it needs."""
+    def make(self, out: Any) -> object:
+        """Makes the call on its own operands into ``out``, as a user would, with nothing but what it needs.
+
+        out: a tensor, or several by the names of `parts_of`.
+        """
         ...
 
-    def made(self, fresh: torch.Tensor) -> torch.Tensor:
+    def made(self, fresh: Any) -> Any:
         """The output that `make` leaves, by what `run` gave."""
         ...
 
@@ -45,16 +51,16 @@ class Case(Protocol):
 class Modelled(Case, Protocol):
     """A case whose result is known."""
 
-    def near(self, out: torch.Tensor) -> None:
+    def near(self, out: Any) -> None:
         """Compares the values with float64."""
         ...
 
-    def reference(self) -> torch.Tensor:
-        """The bits, by a model of the tensor core's arithmetic."""
+    def reference(self) -> Any:
+        """The bits, by a model of the tensor core's arithmetic; of what torch defines, on the CPU."""
         ...
 
 
-def whole(t: torch.Tensor) -> torch.Tensor:
+def whole(t: Any) -> Any:
     return t
 
 
@@ -68,57 +74,94 @@ def ends_of(sizes: list[int]) -> set[int]:
     return {*filled[:1], *filled[-1:]}
 
 
-def tensors_of(t: Any) -> list[torch.Tensor]:
-    """All tensors of operands."""
+def parts_of(t: Any, name: str = "") -> dict[str, torch.Tensor]:
+    """All tensors of operands or of a result, by the names of what they are part of."""
     if isinstance(t, torch.Tensor):
-        return [t]
-    if isinstance(t, type):  # a kernel, by the class of its configurations
-        return []
-    inner = [getattr(t, f.name) for f in fields(t)] if is_dataclass(t) else t if isinstance(t, (list, tuple)) else ()
-    return [part for one in inner for part in tensors_of(one)]
+        return {name: t}
+    inner: dict[Any, Any] = t if isinstance(t, dict) else {}
+    if is_dataclass(t) and not isinstance(t, type):  # a kernel may be the class of its configurations
+        inner = {f.name: getattr(t, f.name) for f in fields(t)}
+    elif isinstance(t, (list, tuple)):
+        inner = t._asdict() if hasattr(t, "_asdict") else dict(enumerate(t))
+    named = ((f"{name} {key}".strip(), one) for key, one in inner.items())
+    return {key: part for own, one in named for key, part in parts_of(one, own).items()}
 
 
-def _near(case: Modelled, out: torch.Tensor, other: Other) -> None:
-    case.near(out)
+def tensors_of(t: Any) -> list[torch.Tensor]:
+    return [*parts_of(t).values()]
 
 
-def _bits(case: Modelled, out: torch.Tensor, other: Other) -> None:
-    case.place.judge.same("the reference's bits", out, lambda: case.reference().to(out.dtype))
+def same_parts(judge: Judge, name: str, got: Any, want: Any, *, stored: bool = False) -> None:
+    """All tensors have the same bits; stored: and the same strides, and in MN-major scales the same padding."""
+    ours, others = parts_of(got), parts_of(want)
+    judge.wrong(f"{name}: there are {[*ours]}, not {[*others]}", ours.keys() != others.keys())
+    for key in ours.keys() & others.keys():
+        its, t, other = f"{name}: {key}".removesuffix(": "), ours[key], others[key]
+        if stored:
+            judge.wrong(f"{its}: strides {t.stride()}, not {other.stride()}", t.stride() != other.stride())
+            t, other = as_stored(t), as_stored(other)
+        judge.same(its, t, other.to(t.device))
 
 
-def _changes(case: Case, out: torch.Tensor, other: Other) -> None:
+def as_stored(t: torch.Tensor) -> torch.Tensor:
+    """MN-major scales with their padding, (columns, rows); any other tensor as it is."""
+    is_mn_major = t.dtype == torch.float32 and t.dim() == 2 and t.stride(0) == 1 < t.stride(1)
+    return t.as_strided((t.shape[1], t.stride(1)), (t.stride(1), 1)) if is_mn_major else t
+
+
+def reference_of(case: Case) -> tuple[type, str]:
+    """Key of a case's reference, which is a function of it."""
+    return type(case), str({name: value for name, value in case.o.items() if name not in _OF_KERNELS})
+
+
+def _near(case: Modelled, out: Any, other: Other) -> None:
+    with case.place.judge.any_nan():  # float64 has not the bits of a kernel's
+        case.near(out)
+
+
+def _bits(case: Any, out: Any, other: Other) -> None:
+    """Of fixed problems in a row that differ in their kernels alone the reference is computed once: it is slow."""
+    judge, place = case.place.judge, case.place
+    if not isinstance(out, torch.Tensor):
+        with judge.any_nan(case.any_nan):
+            same_parts(judge, "the definition's bits", out, case.reference(), stored=True)
+        return
+    judge.same("the reference's bits", out, lambda: place.once(reference_of(case), case.reference).to(out.dtype))
+
+
+def _changes(case: Case, out: Any, other: Other) -> None:
     for change in case.changes():
         _compare(case, out, change)
 
 
-def _change(case: Case, out: torch.Tensor, other: Other) -> None:
+def _change(case: Case, out: Any, other: Other) -> None:
     """One of them, as the seed chooses."""
     if changes := list(case.changes()):
         _compare(case, out, random.Random(case.o["seed"]).choice(changes))
 
 
-def _compare(case: Case, out: torch.Tensor, change: Change) -> None:
+def _compare(case: Case, out: Any, change: Change) -> None:
     name, call, mine, its = change
-    case.place.judge.same(name, mine(call()), its(out))
+    same_parts(case.place.judge, name, mine(call()), its(out))
 
 
-def _tiles(case: Any, out: torch.Tensor, other: Other) -> None:
+def _tiles(case: Any, out: Any, other: Other) -> None:
     """Every configuration of a call that has several."""
     for change in case.tiles():
         _compare(case, out, change)
 
 
-def _repeats(case: Case, out: torch.Tensor, other: Other) -> None:
+def _repeats(case: Case, out: Any, other: Other) -> None:
     for _ in case.place.times(case.o.get("times", REPEATS)):
-        case.place.judge.same("moved from call to call", case.run(case.operands), out)
+        same_parts(case.place.judge, "moved from call to call", case.run(case.operands), out)
 
 
-def _microbatches(case: Any, out: torch.Tensor, other: Other) -> None:
+def _microbatches(case: Any, out: Any, other: Other) -> None:
     """Of a call that adds; see `Gradient.microbatches`."""
     case.microbatches([other(i) for i in (1, 2, 3)])
 
 
-def _threads(case: Case, out: torch.Tensor, other: Other) -> None:
+def _threads(case: Case, out: Any, other: Other) -> None:
     """Eight threads, each with its own stream and problem."""
     cases = [case, *map(other, range(1, 8))]
     expected = [one.run(one.operands) for one in cases]
@@ -131,17 +174,18 @@ def _threads(case: Case, out: torch.Tensor, other: Other) -> None:
     case.place.in_threads(work, len(cases))
 
 
-def _replay(case: Case, out: torch.Tensor, other: Other) -> None:
+def _replay(case: Case, out: Any, other: Other) -> None:
     second = other(1)
     want = second.made(second.run(second.operands))
-    again = torch.empty_like(want)
-    targets, sources = tensors_of(case.operands), tensors_of(second.operands)
-    case.place.replayed(lambda: case.make(again), [*targets, again], [*sources, torch.full_like(again, torch.nan)])
-    case.place.judge.same("a replay with new values and new sizes of groups", again, want)
+    again = {key: torch.empty_like(t) for key, t in parts_of(want).items()}
+    wrong = [t.clone().fill_(torch.nan if t.is_floating_point() else 0x7F) for t in again.values()]
+    targets, sources = [*tensors_of(case.operands), *again.values()], [*tensors_of(second.operands), *wrong]
+    case.place.replayed(lambda: case.make(again.get("", again)), targets, sources)
+    same_parts(case.place.judge, "a replay with new values and new sizes of groups", again, parts_of(want))
 
 
 # "replay" leaves other values in the operands, and so comes last.
-PROPERTIES: dict[str, Callable[[Any, torch.Tensor, Other], None]] = {
+PROPERTIES: dict[str, Callable[[Any, Any, Other], None]] = {
     "near": _near,
     "bits": _bits,
     "changes": _changes,

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from functools import partial
-from operator import itemgetter
 
 import torch
 
-from padless import moe
-from padless.formats import FORMAT_BY_NAME, MXFP4, BlockScaledTensor
+from padless.formats import MXFP4, BlockScaledTensor
 from padless.layouts import to_blocked
-from padless.moe.activation import Activation
 from padless.moe.decode import moe_in_one_launch
-from padless.quantization.quantize import quantize
-from padless.verify.fuzz.case import Change, judge_case, turned, whole
-from padless.verify.fuzz.layers import draw_ids
-from padless.verify.fuzz.place import Place
+from padless.verify.fuzz.case import judge_case
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.whole_layer import Layer
+from padless.verify.fuzz.whole_layer import Layer, Tokens
 
-_FP8 = {"w": "FP8_BLOCK", "a": "FP8_BLOCK", "kind": "swiglu", "limit": None, "bias13": False, "bias2": False}
-_FP4 = {"w": "MXFP4", "a": "BF16", "kind": "swiglu", "gate_up": "alternating", "most": 8}
+_ALL: Options = {"kind": "swiglu", "dtype": "bfloat16"}
+_FP8: Options = _ALL | {"w": "FP8_BLOCK", "a": "FP8_BLOCK", "limit": None, "bias13": False, "bias2": False}
+_FP4: Options = _ALL | {"w": "MXFP4", "a": "BF16", "gate_up": "alternating", "most": 8}
 
 
 def constants(draw: Draw) -> Options:
@@ -78,80 +72,29 @@ def lines(arch: str) -> Iterator[Options]:
     yield fp8[1] | one | wide | {"most": 16, "same": True, "shared": True, "properties": properties}
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Operands of a call: x (T, H), ids and weights (T, k), shared (T, H) or None. passes: made of several calls."""
+class Decode(Layer):
+    """The layer by one launch."""
 
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
-    shared: torch.Tensor | None
-    passes: bool = False
-
-    def part(self, of: Callable[[torch.Tensor], torch.Tensor]) -> Tokens:
-        """The same of some tokens, or of all in another order, on 16-byte boundaries as the kernel reads them."""
-        shared = None if self.shared is None else of(self.shared).clone()
-        return Tokens(of(self.x).clone(), of(self.ids).clone(), of(self.weights).clone(), shared)
-
-
-class Decode:
-    """The layer of a problem's options, whose experts are those of all problems with its ``experts_seed``."""
-
-    def __init__(self, o: Options, place: Place) -> None:
-        self.o, self.place = o, place
-        generator = place.generator(o["experts_seed"])
-
-        def normal(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, device=place.device, generator=generator)
-
-        experts, h, i = o["experts"], o["h"], o["i"]
-        w13 = _weight(o, normal(experts, 2 * i, h) / math.sqrt(h))
-        w2 = _weight(o, normal(experts, h, i) / math.sqrt(i))
-        bias13 = normal(experts, 2 * i) if o["bias13"] else None
-        bias2 = normal(experts, h) if o["bias2"] else None
-        act = Activation("swiglu", o["gate_up"], 1.702 if o["limit"] else 1.0, o["limit"], 1.0 if o["limit"] else 0.0)
-        self.layer = Layer(o, place, w13, w2, bias13, bias2, act)
-        generator = place.generator(o["seed"] + 1)
-        shape = (o["tokens"], o["top_k"])
-        weights = torch.rand(shape, device=place.device, generator=generator).to(DTYPES[o["weights"]])
-        x, shared = (normal(o["tokens"], h).bfloat16() for _ in range(2))
-        self.operands = Tokens(x, draw_ids(o, place), weights, shared if o["shared"] else None)
+    def weight(self, values: torch.Tensor) -> BlockScaledTensor:
+        """Scales of MXFP4 in tiles, as the kernel reads them."""
+        found = super().weight(values)
+        if found.format != MXFP4 or found.scale_layout == "blocked":
+            return found
+        return BlockScaledTensor(found.data, to_blocked(found.scale), MXFP4, None, "blocked")
 
     def run(self, operands: Tokens) -> torch.Tensor:
-        if operands.passes:
-            return self.layer.passes(operands.x, operands.ids, operands.weights, operands.shared)
-        if self.o["beside"] and self.place.device.type == "cuda":
+        if not operands.passes and self.o["beside"] and self.place.device.type == "cuda":
             self._occupy()
         torch.full_like(operands.x, math.nan)  # the memory that the result is likely to be given
-        return self._call(operands)
+        return super().run(operands)
 
-    def make(self, out: torch.Tensor) -> None:
-        out.copy_(self._call(self.operands))
-
-    def made(self, fresh: torch.Tensor) -> torch.Tensor:
-        """By the passes: a replay and another call may be wrong in the same way."""
-        return self.run(replace(self.operands, passes=True))
-
-    def changes(self) -> Iterator[Change]:
-        """One token is last: then the same memory has held other tokens, and fewer."""
-        t, last = self.operands, self.o["tokens"] - 1
-        yield "the passes one by one", partial(self.run, replace(t, passes=True)), whole, whole
-        yield "tokens in reverse", partial(self.run, t.part(turned)), turned, whole
-        its = itemgetter(slice(last, None))
-        yield "a token alone", partial(self.run, t.part(its)), whole, its
-        yield "the same after other tokens", partial(self.run, t), whole, whole
-
-    def _call(self, t: Tokens) -> torch.Tensor:
-        a, act = self.layer, self.layer.activation
+    def call(self, t: Tokens) -> torch.Tensor:
         if not self.place.has_kernels:
-            return moe.moe(
-                t.x, t.ids, t.weights, a.w13, a.w2, gate_up=act.gate_up, alpha=act.alpha, limit=act.limit,
-                up_offset=act.up_offset, bias13=a.bias13, bias2=a.bias2, shared=t.shared,
-                activations=a.format or torch.bfloat16, backend=self.place.backend,
-            )  # fmt: skip
+            return super().call(t)
         out = moe_in_one_launch(
-            t.x, t.ids, t.weights, a.w13, a.w2, activation=act, format=a.format, bias13=a.bias13, bias2=a.bias2,
-            shared=t.shared, out_dtype=torch.bfloat16, backend=self.place.backend, only_if_faster=False,
+            t.x, t.ids, t.weights, self.w13, self.w2, activation=self.activation, format=self.format,
+            bias13=self.bias13, bias2=self.bias2, shared=t.shared, out_dtype=torch.bfloat16,
+            backend=self.place.backend, only_if_faster=False,
         )  # fmt: skip
         if out is None:
             raise ValueError("these operands take several launches")
@@ -163,14 +106,6 @@ class Decode:
             busy = torch.zeros((1 << 12, 1 << 10), device=self.place.device)
             for _ in range(4):
                 busy @ busy.t()
-
-
-def _weight(o: Options, values: torch.Tensor) -> BlockScaledTensor:
-    """Quantized; scales of MXFP4 in tiles, as the kernel reads them."""
-    found = quantize(values, FORMAT_BY_NAME[o["w"]], kind="weight")
-    if found.format != MXFP4 or found.scale_layout == "blocked":
-        return found
-    return BlockScaledTensor(found.data, to_blocked(found.scale), MXFP4, None, "blocked")
 
 
 judge_decode = partial(judge_case, Decode)

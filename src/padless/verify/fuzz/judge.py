@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +90,13 @@ class Judge:
         self._worst: dict[str, list[torch.Tensor]] = {}
         self._problems: dict[int, str] = {}
         self.problem = self.elements = 0
+
+    @contextmanager
+    def any_nan(self, allowed: bool = True) -> Iterator[None]:
+        """In this block one NaN is as good as another."""
+        before, self._any_nan = self._any_nan, self._any_nan or allowed
+        yield
+        self._any_nan = before
 
     def now(self, problem: str) -> None:
         """Begins a problem."""

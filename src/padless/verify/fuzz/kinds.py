@@ -42,6 +42,10 @@ def rows_columns(o: Options) -> Kind:
     return *_columns(o["k"], o["strides"]), _power(len(o["sizes"]))
 
 
+def random(o: Options) -> Kind:
+    return _number(o["rows"]), *_columns(o["k"], o["strides"])
+
+
 def swiglu_backward(o: Options) -> Kind:
     return *_columns(o["i"], o["strides"]), o["i"] % 128 == 0, _power(len(o["sizes"]))
 

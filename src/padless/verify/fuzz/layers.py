@@ -1,17 +1,25 @@
-"""Passes of the Mixture-of-Experts layer, and the layer, under judgement."""
+"""Fuzz checks of the Mixture-of-Experts layer's passes."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from padless import moe
 from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
+from padless.moe import twins
 from padless.moe.activation import Activation, split_gate_up
-from padless.quantization.quantize import SCALE_RULES
+from padless.quantization.quantize import SCALE_RULES, quantize
 from padless.verify.fuzz import exact
+from padless.verify.fuzz.case import Change, judge_case, same_parts, whole
+from padless.verify.fuzz.defined import Defined
+from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 
@@ -36,20 +44,59 @@ def routing_rest(draw: Draw, fixed: Options) -> Options:
         "experts": draw.one((1, 2, 8, 60, 128, 257, 512, draw.randint(1, 1024))),
         "same": draw.maybe(0.1),
         "seed": draw.data_seed(),
+        "properties": ["near"],
     }
 
 
 def draw_ids(o: Options, place: Place) -> torch.Tensor:
-    """(T, k) ids, some of them no expert; all the same where the problem says so."""
-    generator = place.generator(o["seed"])
+    """(T, k) ids; all the same where the problem says so, or those of a token distinct.
+
+    strays: the part of them that is past the last expert; two thirds as many are -1.
+    """
+    generator, experts, strays = place.generator(o["seed"]), o["experts"], o.get("strays", 0.03)
     shape, dtype = (o["tokens"], o["top_k"]), getattr(torch, o["id_dtype"])
-    ids = torch.randint(0, o["experts"], shape, device=place.device, generator=generator)
+    ids = torch.randint(0, experts, shape, device=place.device, generator=generator)
+    if o.get("distinct"):
+        order = torch.rand((o["tokens"], experts), device=place.device, generator=generator).argsort(1)
+        ids = order[:, : o["top_k"]]
     if o["same"]:
-        ids = torch.full_like(ids, o["experts"] // 2)
+        ids = torch.full_like(ids, experts - 1 if o["same"] == "last" else experts // 2)
     chance = torch.rand(shape, device=place.device, generator=generator)
-    ids = torch.where(chance < 0.03, o["experts"], ids)
-    ids = torch.where(chance > 0.98, -1, ids)
+    ids = torch.where(chance < strays, experts, ids)
+    ids = torch.where(chance > 1 - strays / 1.5, -1, ids)
     return ids.to(dtype)
+
+
+# No tokens, one expert for all, no expert for any or for some, k of 1 and of 16.
+EDGES: tuple[Options, ...] = tuple(
+    {"tokens": tokens, "top_k": k, "experts": 20, "id_dtype": "int64", "strays": 0.0, "same": False, "seed": k} | how
+    for tokens, k, how in (
+        (0, 4, {}),
+        (131, 1, {"same": "last"}),
+        (33, 4, {"same": True}),
+        (17, 2, {"strays": 1.0}),
+        (33, 4, {"strays": 0.2, "distinct": True}),
+        (37, 1, {"distinct": True}),
+        (21, 16, {"distinct": True}),
+    )
+)
+# (tokens, k, experts): one launch and two, up to 512 experts, k from 1 to 16, no tokens.
+_ROUTINGS = (
+    (0, 4, 8), (1, 8, 128), (64, 8, 512), (61, 16, 60), (513, 8, 257), (4097, 1, 512), (8192, 8, 128), (20011, 6, 64)
+)  # fmt: skip
+# (tokens, k, experts, columns)
+_GATHERS = ((1, 8, 16, 256), (64, 8, 128, 2880), (700, 3, 9, 1040), (3000, 8, 64, 512))
+
+
+def _routing(seed: int, tokens: int, k: int, experts: int, **others: Any) -> Options:
+    one: Options = {"tokens": tokens, "top_k": k, "experts": experts, "id_dtype": "int64", "same": False, "seed": seed}
+    return one | others
+
+
+def routing_lines(arch: str) -> Iterator[Options]:
+    every = [_routing(seed, *sizes, same=same) for seed, sizes in enumerate(_ROUTINGS) for same in (False, True)]
+    for one, dtype in itertools.product((*every, *EDGES), ("int64", "int32")):
+        yield one | {"id_dtype": dtype, "properties": ["near", "bits"]}
 
 
 def routing_of(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,11 +115,24 @@ def routing_of(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
     return offs.int(), tokens.int(), inverse.int().view(ids.shape)
 
 
-def judge_route(o: Options, place: Place) -> None:
-    ids = draw_ids(o, place)
-    got = moe.route(ids, o["experts"])
-    for name, one, other in zip(("offs", "tokens", "inverse"), got, routing_of(ids, o["experts"]), strict=True):
-        place.judge.same(name, one, other)
+class Route(Defined):
+    """`moe.route`."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        super().__init__(o, place, ids=draw_ids(o, place))
+
+    def call(self, ids: torch.Tensor) -> moe.Routing:
+        return moe.route(ids, self.o["experts"])
+
+    def definition(self, ids: torch.Tensor) -> moe.Routing:
+        return moe.Routing(*twins.route(ids, self.o["experts"]))
+
+    def near(self, out: moe.Routing) -> None:
+        wanted = moe.Routing(*routing_of(self.operands["ids"], self.o["experts"]))
+        same_parts(self.place.judge, "counted", out, wanted)
+
+
+judge_route = partial(judge_case, Route)
 
 
 # --- gathered quantization -------------------------------------------------------------------------------
@@ -100,29 +160,66 @@ def gather_rest(draw: Draw, fixed: Options) -> Options:
     }
 
 
-def judge_gather_quantize(o: Options, place: Place) -> None:
-    """gather_quantize and route_quantize."""
-    ids = draw_ids(o, place)
-    format = FORMAT_BY_NAME[o["format"]]
-    generator = place.generator(o["seed"] + 1)
-    x = torch.randn((o["tokens"], o["k"]), device=place.device, generator=generator).to(DTYPES[o["dtype"]])
-    shared = torch.full((), 0.003, device=place.device) if format.has_global_scale else None
-    options: dict[str, Any] = {"scale_rule": o["rule"], "scale_layout": o["layout"], "global_scale": shared}
-    offs, tokens, inverse = routing_of(ids, o["experts"])
-    if o["routed"]:
-        routing, t = moe.route_quantize(x, ids, o["experts"], format, **options)
-        place.judge.same("offs", routing.offs, offs)
-        place.judge.same("inverse", routing.inverse, inverse)
-    else:
-        t = moe.gather_quantize(x, inverse, format, **options)
-    factors = None if shared is None else exact.nvfp4_factors(o["rule"], shared, None)
-    codes, scale = exact.quantized(x[tokens.long()], format, "activation", o["rule"] or "", factors)
-    place.judge.same("codes by the rules", t.data.view(torch.uint8), exact.packed(codes, format))
-    if o["layout"] == "blocked":
-        place.judge.same("scales in tiles", t.scale.view(torch.uint8), exact.tiled(scale))
-    else:
-        got = t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
-        place.judge.same("scales by the rules", got, scale)
+def gather_lines(arch: str) -> Iterator[Options]:
+    drawn = [(_routing(seed, *sizes), {"k": k, "special": True}) for seed, (*sizes, k) in enumerate(_GATHERS)]
+    every = [*drawn, *((edge, {"k": 256}) for edge in EDGES)]
+    for (ids, how), (name, dtype) in itertools.product(every, zip(FORMAT_BY_NAME, (*DTYPES, *DTYPES), strict=False)):
+        one = ids | how | {"format": name, "rule": (*SCALE_RULES[FORMAT_BY_NAME[name]], None)[0], "routed": True}
+        one |= {"dtype": dtype if "special" in how else "bfloat16", "properties": ["near", "bits", "changes"]}
+        for layout in ("plain",) if name == "FP8_BLOCK" or "special" not in how else ("plain", "blocked"):
+            yield one | {"layout": layout}
+
+
+class Gather(Defined):
+    """`moe.gather_quantize`, or `moe.route_quantize`. special: with a NaN."""
+
+    any_nan = True
+
+    def __init__(self, o: Options, place: Place) -> None:
+        self.format = FORMAT_BY_NAME[o["format"]]
+        generator = place.generator(o["seed"] + 1)
+        x = torch.randn((o["tokens"], o["k"]), device=place.device, generator=generator).to(DTYPES[o["dtype"]])
+        if o.get("special"):
+            x[o["tokens"] // 2, 3] = math.nan
+        shared = torch.full((), 0.003, device=place.device) if self.format.has_global_scale else None
+        super().__init__(o, place, x=x, ids=draw_ids(o, place), shared=shared)
+
+    def call(self, x: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None) -> Any:
+        if self.o["routed"]:
+            return moe.route_quantize(x, ids, self.o["experts"], self.format, **self._options(shared))
+        routing = moe.Routing(*routing_of(ids, self.o["experts"]))
+        return routing, moe.gather_quantize(x, routing.inverse, self.format, **self._options(shared))
+
+    def definition(self, x: torch.Tensor, ids: torch.Tensor, shared: torch.Tensor | None) -> Any:
+        routing = moe.Routing(*twins.route(ids, self.o["experts"]))
+        return routing, quantize(x[routing.tokens.long()], self.format, **self._options(shared))
+
+    def _options(self, shared: torch.Tensor | None) -> dict[str, Any]:
+        return {"scale_rule": self.o["rule"], "scale_layout": self.o["layout"], "global_scale": shared}
+
+    def near(self, out: Any) -> None:
+        o, judge, (routing, t) = self.o, self.place.judge, out
+        x, ids, shared = self.operands.values()
+        wanted = moe.Routing(*routing_of(ids, o["experts"]))
+        same_parts(judge, "counted", routing, wanted)
+        factors = None if shared is None else exact.nvfp4_factors(o["rule"], shared, None)
+        codes, scale = exact.quantized(x[wanted.tokens.long()], self.format, "activation", o["rule"] or "", factors)
+        judge.same("codes by the rules", t.data.view(torch.uint8), exact.packed(codes, self.format))
+        if o["layout"] == "blocked":
+            judge.same("scales in tiles", t.scale.view(torch.uint8), exact.tiled(scale))
+        else:
+            got = t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
+            judge.same("scales by the rules", got, scale)
+
+    def changes(self) -> Iterator[Change]:
+        x, ids, shared = self.operands.values()
+        routing, options = moe.Routing(*routing_of(ids, self.o["experts"])), self._options(shared)
+        its = itemgetter(1)
+        yield "gather_quantize", partial(moe.gather_quantize, x, routing.inverse, self.format, **options), whole, its
+        yield "quantize(rows=)", partial(quantize, x, self.format, rows=routing.tokens, **options), whole, its
+
+
+judge_gather_quantize = partial(judge_case, Gather)
 
 
 # --- activations -----------------------------------------------------------------------------------------
@@ -149,46 +246,93 @@ def activation_rest(draw: Draw, fixed: Options) -> Options:
     return {
         "rows": draw.one((0, 1, 2, 17, draw.randint(0, draw.limits.rows))),
         "n": draw.multiple(64, draw.limits.n * 2),
+        "wide": False,
         "seed": draw.data_seed(),
+        "properties": ["near"],
     }
 
 
-def judge_activate_quantize(o: Options, place: Place) -> None:
-    """activate_quantize: rounded values against float64, and the codes against those of the values without rounding."""
-    activation = Activation(o["kind"], o["gate_up"], o["alpha"], o["limit"], o["up_offset"])
-    generator = place.generator(o["seed"])
-    x = torch.randn((o["rows"], o["n"]), device=place.device, generator=generator) * 3
-    x = x.to(DTYPES[o["dtype"]])
-    judge = place.judge
-    wanted, size = exact_activation(x.double(), activation)
-    values = moe.activate_quantize(x, activation, None)
-    assert isinstance(values, torch.Tensor)
-    judge.near("float64", values, wanted, size * 2.0**-8 + 2.0**-100, math.inf)
-    if o["format"] is None or o["rows"] == 0:
-        return
-    format = FORMAT_BY_NAME[o["format"]]
-    shared = torch.full((), _GLOBAL, device=place.device) if format.has_global_scale else None
-    t = moe.activate_quantize(x, activation, format, scale_layout=o["layout"], global_scale=shared)
-    assert isinstance(t, BlockScaledTensor)
-    first = o["seed"] % o["rows"]
-    some = moe.activate_quantize(x[first : first + 2], activation, format, global_scale=shared)
-    assert isinstance(some, BlockScaledTensor)
-    judge.same("rows alone", some.data.view(torch.uint8), t.data.view(torch.uint8)[first : first + 2])
-    # Codes of values in float64, each of which float32's own may have moved to a neighbour.
-    decoded = exact.decoded(t.data, format)
-    plain = moe.activate_quantize(x, activation, format, global_scale=shared)
-    assert isinstance(plain, BlockScaledTensor)
-    scale = plain.scale if plain.scale.dtype == torch.float32 else plain.scale.view(torch.uint8)
-    if o["layout"] == "blocked":
-        judge.same("scales in tiles", t.scale.view(torch.uint8), exact.tiled(scale))
-    factor = 1.0 if shared is None else shared.double()
-    each = exact.spread(exact.scales(plain.scale), format, "activation", tuple(wanted.shape)) * factor
-    step = {"FP8_BLOCK": 2.0**-4, "MXFP8": 2.0**-4, "MXFP8_E5M2": 2.0**-3}.get(o["format"], 0.25)
-    least = {"FP8_BLOCK": 2.0**-10, "MXFP8": 2.0**-10, "MXFP8_E5M2": 2.0**-17}.get(o["format"], 0.25)
-    tolerance = wanted.abs() * step * 1.001 + each * least * 1.001 + size * 2.0**-16
-    if shared is not None:  # scales of small blocks are subnormal, in steps of 2^-9
-        tolerance = tolerance + 6 * _GLOBAL * 2.0**-10
-    judge.near("codes' float64", decoded * each, wanted, tolerance, math.inf)
+ACTIVATIONS = (
+    *(Activation("swiglu", gate_up) for gate_up in ("concatenated", "interleaved", "alternating")),
+    Activation("swiglu", "alternating", alpha=1.702, limit=7.0, up_offset=1.0),
+    Activation("geglu", limit=3.0),
+    Activation("relu2"),
+    Activation("gelu"),
+    Activation("silu"),
+)
+
+
+def activation_lines(arch: str) -> Iterator[Options]:
+    """Values over five powers of ten, NaN and Inf; as many rows as the edges have slots."""
+    shapes = [(5, 512, "bfloat16"), (700, 5760, "bfloat16"), (33, 1152, "float32")]
+    every = [(a, *shape, name) for a in ACTIVATIONS for shape in shapes for name in (None, *FORMAT_BY_NAME)]
+    for i, edge in enumerate(EDGES):
+        rows = edge["tokens"] * edge["top_k"]
+        every += [(a, rows, 256, "bfloat16", "FP8_BLOCK") for a in (ACTIVATIONS[0], ACTIVATIONS[i])]
+    for a, rows, n, dtype, name in every:
+        one = vars(a) | {"rows": rows, "n": n, "dtype": dtype, "format": name, "layout": "plain", "wide": rows > 0}
+        yield one | {"seed": rows, "properties": ["bits"]}
+
+
+class Activate(Defined):
+    """`moe.activate_quantize`."""
+
+    any_nan = True
+
+    def __init__(self, o: Options, place: Place) -> None:
+        self.activation = Activation(o["kind"], o["gate_up"], o["alpha"], o["limit"], o["up_offset"])
+        x = torch.randn((o["rows"], o["n"]), device=place.device, generator=place.generator(o["seed"])) * 3
+        if o["wide"]:
+            x *= torch.logspace(-3, 2, o["n"], device=place.device)
+            x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+        self.format = None if o["format"] is None else FORMAT_BY_NAME[o["format"]]
+        has_shared = self.format is not None and self.format.has_global_scale
+        shared = torch.full((), _GLOBAL, device=place.device) if has_shared else None
+        super().__init__(o, place, x=x.to(DTYPES[o["dtype"]]), shared=shared)
+
+    def call(self, x: torch.Tensor, shared: torch.Tensor | None) -> Any:
+        return moe.activate_quantize(
+            x, self.activation, self.format, scale_layout=self.o["layout"], global_scale=shared
+        )
+
+    def definition(self, x: torch.Tensor, shared: torch.Tensor | None) -> Any:
+        values = twins.activated(x, self.activation, in_bfloat16=self.format is None)
+        if self.format is None:
+            return values
+        return quantize(values, self.format, scale_layout=self.o["layout"], global_scale=shared)
+
+    def near(self, t: Any) -> None:
+        """Rounded values against float64, and the codes against those of the values without rounding."""
+        o, judge, activation, format = self.o, self.place.judge, self.activation, self.format
+        x, shared = self.operands.values()
+        wanted, size = exact_activation(x.double(), activation)
+        values = moe.activate_quantize(x, activation, None)
+        assert isinstance(values, torch.Tensor)
+        judge.near("float64", values, wanted, size * 2.0**-8 + 2.0**-100, math.inf)
+        if format is None or o["rows"] == 0:
+            return
+        first = o["seed"] % o["rows"]
+        some = moe.activate_quantize(x[first : first + 2], activation, format, global_scale=shared)
+        assert isinstance(some, BlockScaledTensor)
+        judge.same("rows alone", some.data.view(torch.uint8), t.data.view(torch.uint8)[first : first + 2])
+        # Codes of values in float64, each of which float32's own may have moved to a neighbour.
+        decoded = exact.decoded(t.data, format)
+        plain = moe.activate_quantize(x, activation, format, global_scale=shared)
+        assert isinstance(plain, BlockScaledTensor)
+        scale = plain.scale if plain.scale.dtype == torch.float32 else plain.scale.view(torch.uint8)
+        if o["layout"] == "blocked":
+            judge.same("scales in tiles", t.scale.view(torch.uint8), exact.tiled(scale))
+        factor = 1.0 if shared is None else shared.double()
+        each = exact.spread(exact.scales(plain.scale), format, "activation", tuple(wanted.shape)) * factor
+        step = {"FP8_BLOCK": 2.0**-4, "MXFP8": 2.0**-4, "MXFP8_E5M2": 2.0**-3}.get(o["format"], 0.25)
+        least = {"FP8_BLOCK": 2.0**-10, "MXFP8": 2.0**-10, "MXFP8_E5M2": 2.0**-17}.get(o["format"], 0.25)
+        tolerance = wanted.abs() * step * 1.001 + each * least * 1.001 + size * 2.0**-16
+        if shared is not None:  # scales of small blocks are subnormal, in steps of 2^-9
+            tolerance = tolerance + 6 * _GLOBAL * 2.0**-10
+        judge.near("codes' float64", decoded * each, wanted, tolerance, math.inf)
+
+
+judge_activate_quantize = partial(judge_case, Activate)
 
 
 def exact_activation(x: torch.Tensor, a: Activation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,44 +373,76 @@ def combine_rest(draw: Draw, fixed: Options) -> Options:
     return found | {"tokens": min(found["tokens"], 300), "n": draw.randint(1, draw.limits.n)}
 
 
-def judge_combine(o: Options, place: Place) -> None:
-    """combine, combine_backward and gather_backward."""
-    ids = draw_ids(o, place)
-    _, _, inverse = routing_of(ids, o["experts"])
-    generator = place.generator(o["seed"] + 1)
-    tokens, k, n = o["tokens"], o["top_k"], o["n"]
+def combine_lines(arch: str) -> Iterator[Options]:
+    drawn = [_routing(seed, *sizes, n=n) for seed, (*sizes, n) in enumerate(_GATHERS)]
+    kinds = [*itertools.product(drawn, zip(DTYPES, ("float32", "bfloat16", "float32"), strict=True))]
+    for one, (dtype, weights) in (*kinds, *((edge | {"n": 256}, ("bfloat16", "float32")) for edge in EDGES)):
+        same = {"dtype": dtype, "out": dtype, "shared": dtype, "weights": weights}
+        yield one | same | {"properties": ["near", "bits"]}
 
-    def normal(dtype: str, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=place.device, generator=generator).to(DTYPES[dtype])
 
-    y = normal(o["dtype"], tokens * k, n)
-    dropped = torch.where(inverse < 0, -1 - inverse, 0).reshape(-1).long()
-    away = torch.zeros(tokens * k, dtype=torch.bool, device=place.device)
-    away[dropped] = (inverse < 0).reshape(-1)
-    away = away & _no_slot(inverse)
-    y = torch.where(away[:, None], math.nan, y)
-    weights = None if o["weights"] is None else normal(o["weights"], tokens, k)
-    shared = None if o["shared"] is None else normal(o["shared"], tokens, n)
-    out_dtype = DTYPES[o["out"]]
-    got = moe.combine(y, inverse, weights, shared, out_dtype=out_dtype)
-    total = torch.zeros((tokens, n), device=place.device)
-    for j in range(k if tokens else 0):
-        kept = (inverse[:, j] >= 0)[:, None]
-        value = y[inverse[:, j].clamp(min=0).long()].float()
-        if weights is not None:
-            value = value * weights[:, j, None].float()
-        total = torch.where(kept, total + value, total)
-    if shared is not None:
-        total = total + shared.float()
-    place.judge.same("the sum in order", got, total.to(out_dtype))
-    exact_sum, size = _exact_sum(y, inverse, weights, shared)
-    unit = _UNIT[out_dtype]
-    place.judge.near("float64", got, exact_sum, size * 2.0**-19 + exact_sum.abs() * unit + 2.0**-24, math.inf)
-    plain = moe.combine(y, inverse, None)
-    backward = moe.gather_backward(y, inverse)
-    place.judge.same("gather_backward is combine without weights", backward, plain)
-    if weights is not None and tokens:
-        _judge_combine_backward(o, place, y, inverse, weights, generator)
+class Combine(Defined):
+    """`moe.combine`, `moe.combine_backward` and `moe.gather_backward`; NaN in what no expert's slot has."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        _, _, inverse = routing_of(draw_ids(o, place), o["experts"])
+        generator, dropped = place.generator(o["seed"] + 1), inverse < 0
+        tokens, k, n = o["tokens"], o["top_k"], o["n"]
+
+        def normal(dtype: str | None, *shape: int) -> torch.Tensor | None:
+            t = torch.randn(shape, device=place.device, generator=generator)
+            return None if dtype is None else t.to(DTYPES[dtype])
+
+        y, weights = normal(o["dtype"], tokens * k, n), normal(o["weights"], tokens, k)
+        assert y is not None
+        y = torch.where(_no_slot(inverse)[:, None], math.nan, y)
+        weights = None if weights is None else torch.where(dropped, math.nan, weights)
+        shared, dout = normal(o["shared"], tokens, n), normal(o["out"], tokens, n)
+        super().__init__(o, place, y=y, inverse=inverse, weights=weights, shared=shared, dout=dout)
+
+    def call(self, y: Any, inverse: Any, weights: Any, shared: Any, dout: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "sum": moe.combine(y, inverse, weights, shared, out_dtype=DTYPES[self.o["out"]]),
+            "plain sum": moe.combine(y, inverse, None, out_dtype=torch.float32),
+            "gather_backward": moe.gather_backward(y, inverse),
+        }
+        return found if weights is None else found | {"gradients": moe.combine_backward(dout, y, inverse, weights)}
+
+    def definition(self, y: Any, inverse: Any, weights: Any, shared: Any, dout: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "sum": twins.combine(y, inverse, weights, shared, DTYPES[self.o["out"]]),
+            "plain sum": twins.combine(y, inverse, None, None, torch.float32),
+            "gather_backward": twins.combine(y, inverse, None, None, y.dtype),
+        }
+        return found if weights is None else found | {"gradients": twins.combine_backward(dout, y, inverse, weights)}
+
+    def near(self, out: dict[str, Any]) -> None:
+        judge, p = self.place.judge, self.operands
+        y, inverse, weights, shared = (p[name] for name in ("y", "inverse", "weights", "shared"))
+        tokens, k = inverse.shape
+        total = torch.zeros((tokens, y.shape[1]), device=y.device)
+        for j in range(k if tokens else 0):
+            kept = (inverse[:, j] >= 0)[:, None]
+            value = y[inverse[:, j].clamp(min=0).long()].float()
+            if weights is not None:
+                value = value * weights[:, j, None].float()
+            total = torch.where(kept, total + value, total)
+        if shared is not None:
+            total = total + shared.float()
+        got = out["sum"]
+        judge.same("the sum in order", got, total.to(got.dtype))
+        exact_sum, size = _exact_sum(y, inverse, weights, shared)
+        unit = _UNIT[got.dtype]
+        judge.near("float64", got, exact_sum, size * 2.0**-19 + exact_sum.abs() * unit + 2.0**-24, math.inf)
+        plain = moe.combine(y, inverse, None)
+        judge.same("gather_backward is combine without weights", out["gather_backward"], plain)
+        judge.wrong("rows of no expert are counted", ~got.isfinite().all())
+        if weights is not None and tokens:
+            dy, dweights = out["gradients"]
+            _near_gradients(judge, dy, dweights, p)
+
+
+judge_combine = partial(judge_case, Combine)
 
 
 def _no_slot(inverse: torch.Tensor) -> torch.Tensor:
@@ -295,17 +471,14 @@ def _exact_sum(
     return total, size
 
 
-def _judge_combine_backward(
-    o: Options, place: Place, y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, generator: torch.Generator
-) -> None:
-    dout = torch.randn((o["tokens"], o["n"]), device=place.device, generator=generator).to(DTYPES[o["out"]])
-    dy, dweights = moe.combine_backward(dout, y, inverse, weights)
+def _near_gradients(judge: Judge, dy: torch.Tensor, dweights: torch.Tensor, p: dict[str, torch.Tensor]) -> None:
+    y, inverse, weights, dout = (p[name] for name in ("y", "inverse", "weights", "dout"))
     kept = inverse >= 0
     row = torch.where(kept, inverse, -1 - inverse).long()
     products = (weights.float()[..., None] * dout.float()[:, None, :]).to(y.dtype)
     wanted = torch.zeros_like(y)
     wanted[row.reshape(-1)] = torch.where(kept[..., None], products, 0.0).flatten(0, 1)
-    place.judge.same("dy", dy, wanted)
+    judge.same("dy", dy, wanted)
     rows = y[row.reshape(-1)].double().view(*inverse.shape, y.shape[1]) * dout.double()[:, None, :]
     rows = torch.where(kept[..., None], rows, 0.0)
-    place.judge.near("dweights' float64", dweights, rows.sum(2), rows.abs().sum(2) * 2.0**-18 + 2.0**-100, math.inf)
+    judge.near("dweights' float64", dweights, rows.sum(2), rows.abs().sum(2) * 2.0**-18 + 2.0**-100, math.inf)

@@ -1,18 +1,24 @@
-"""Quantizers under judgement: quantize, dequantize, quantize_weight_both, quantize_rows_columns."""
+"""Fuzz checks of quantizers: quantize, dequantize, quantize_weight_both, quantize_rows_columns."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledTensor
-from padless.layouts import GroupedColumns
+from padless.layouts import GroupedColumns, unpack_fp4
+from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_hadamard
 from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
 from padless.quantization.rows_columns import quantize_rows_columns
 from padless.quantization.weight_both import quantize_weight_both
 from padless.verify.fuzz import exact
+from padless.verify.fuzz.case import judge_case
+from padless.verify.fuzz.defined import Defined
 from padless.verify.fuzz.operands import clamped, spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
@@ -92,11 +98,27 @@ def rest(draw: Draw, fixed: Options) -> Options:
         "special": draw.maybe(0.4),
         "beside": draw.one(("alone", "gathered", "dequantized")),
         "seed": draw.data_seed(),
+        "properties": ["near"],
     }
 
 
-class _Quantized:
-    """A problem's x, options and result, and the scale factors that NVFP4 has for every row."""
+def lines(arch: str) -> Iterator[Options]:
+    """FP8_BLOCK: tails and outliers. Of weights sizes are those of one matrix, or of three."""
+    one: Options = {"format": "FP8_BLOCK", "rule": None, "layout": "plain", "strides": "contiguous", "grouped": False}
+    one |= {"given": "no", "hostile": [], "past": 0, "beside": "dequantized"}
+    shapes: list[Options] = [
+        {"kind": "activation", "sizes": [m], "matrices": 0, "n": 0, "k": k, "major": major}
+        for m, k, major in ((1, 16, "mn"), (777, 1040, "mn"), (777, 1040, "k"), (129, 4112, "mn"))
+    ] + [
+        {"kind": "weight", "sizes": [0], "matrices": matrices, "n": n, "k": k, "major": None}
+        for matrices, n, k in ((3, 200, 1040), (0, 136, 144))
+    ]
+    for (seed, shape), dtype, special in itertools.product(enumerate(shapes), DTYPES, (False, True)):
+        yield one | shape | {"dtype": dtype, "special": special, "seed": seed, "properties": ["near", "bits"]}
+
+
+class Quantized(Defined):
+    """`quantize` of a problem's options, and the scale factors that NVFP4 has for every row."""
 
     def __init__(self, o: Options, place: Place) -> None:
         self.o, self.place = o, place
@@ -118,9 +140,38 @@ class _Quantized:
             "scale_rule": o["rule"],
             "scale_layout": o["layout"],
             "scale_major": o["major"],
-            "global_scale": self.shared,
-            "offs": self.offs,
         }
+        super().__init__(o, place, x=self.x, global_scale=self.shared, offs=self.offs)
+
+    def call(self, x: torch.Tensor, **given: Any) -> BlockScaledTensor:
+        return quantize(x, self.format, **self.options, **given)
+
+    def near(self, t: BlockScaledTensor) -> None:
+        """Codes and scales by the rules; what `dequantize` makes of them, or rows by themselves."""
+        o, judge = self.o, self.place.judge
+        codes, scale, decode = self.exact()
+        judge.same("codes by the rules", t.data.view(torch.uint8), exact.packed(codes, self.format))
+        _judge_scales(self, t, scale)
+        if decode is not None and self.shared is None:
+            assert t.global_scale is not None
+            judge.same("global scale", t.global_scale.reshape(-1), decode.reshape(-1))
+        if o["beside"] == "dequantized":
+            _judge_dequantized(self, t, codes, scale, decode)
+            return
+        shared = self.format != NVFP4 or (self.shared is not None and self.shared.numel() == 1)
+        if o["kind"] == "weight" or self.rows == 0 or not shared:
+            return
+        first = o["seed"] % self.rows
+        rows = torch.arange(self.rows, device=self.place.device)[first : first + 3]
+        options = self.options | {"global_scale": self.shared, "scale_layout": "plain"}
+        if o["beside"] == "gathered":
+            generator = self.place.generator(o["seed"] + 2)
+            rows = torch.randint(0, self.rows, (self.rows // 2 + 1,), device=self.place.device, generator=generator)
+            some = quantize(self.x, self.format, rows=rows, **options)
+        else:
+            some = quantize(self.x[first : first + 3], self.format, **options)
+        judge.same(f"rows {o['beside']}", some.data.view(torch.uint8), exact.packed(codes, self.format)[rows])
+        judge.same(f"scales of rows {o['beside']}", _plain(some), scale[rows].view(_plain(some).dtype))
 
     def _given(self, generator: torch.Generator) -> torch.Tensor | None:
         if self.format != NVFP4 or self.o["given"] == "no":
@@ -173,42 +224,11 @@ class _Quantized:
         return decode, factors[self.group_of_row()][:, None, :]
 
 
-def judge_quantize(o: Options, place: Place) -> None:
-    q, judge = _Quantized(o, place), place.judge
-    t = quantize(q.x, q.format, **q.options)
-    codes, scale, decode = q.exact()
-    judge.same("codes by the rules", t.data.view(torch.uint8), exact.packed(codes, q.format))
-    _judge_scales(q, t, scale)
-    if decode is not None and q.shared is None:
-        assert t.global_scale is not None
-        judge.same("global scale", t.global_scale.reshape(-1), decode.reshape(-1))
-    beside = o["beside"]
-    if beside == "dequantized":
-        _judge_dequantized(q, t, codes, scale, decode)
-    elif o["kind"] == "activation" and q.rows > 0:
-        whole = exact.packed(codes, q.format)
-        if beside == "alone" and (q.format != NVFP4 or (q.shared is not None and q.shared.numel() == 1)):
-            first = o["seed"] % q.rows
-            some = quantize(q.x[first : first + 3], q.format, **_ungrouped(q.options))
-            judge.same("rows alone", some.data.view(torch.uint8), whole[first : first + 3])
-            judge.same("scales of rows alone", _plain(some), scale[first : first + 3].view(_plain(some).dtype))
-        elif beside == "gathered" and (q.format != NVFP4 or (q.shared is not None and q.shared.numel() == 1)):
-            generator = place.generator(o["seed"] + 2)
-            index = torch.randint(0, q.rows, (q.rows // 2 + 1,), device=place.device, generator=generator)
-            some = quantize(q.x, q.format, rows=index, **_ungrouped(q.options))
-            judge.same("gathered rows", some.data.view(torch.uint8), whole[index])
-            judge.same("scales of gathered rows", _plain(some), scale[index].view(_plain(some).dtype))
-
-
-def _ungrouped(options: dict[str, Any]) -> dict[str, Any]:
-    return options | {"offs": None, "scale_layout": "plain"}
-
-
 def _plain(t: BlockScaledTensor) -> torch.Tensor:
     return t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
 
 
-def _judge_scales(q: _Quantized, t: BlockScaledTensor, scale: torch.Tensor) -> None:
+def _judge_scales(q: Quantized, t: BlockScaledTensor, scale: torch.Tensor) -> None:
     judge, layout = q.place.judge, q.o["layout"]
     if layout == "plain":
         judge.same("scales by the rules", _plain(t), scale)
@@ -230,7 +250,7 @@ def _judge_scales(q: _Quantized, t: BlockScaledTensor, scale: torch.Tensor) -> N
 
 
 def _judge_dequantized(
-    q: _Quantized, t: BlockScaledTensor, codes: torch.Tensor, scale: torch.Tensor, decode: torch.Tensor | None
+    q: Quantized, t: BlockScaledTensor, codes: torch.Tensor, scale: torch.Tensor, decode: torch.Tensor | None
 ) -> None:
     """dequantize gives code * scale (* global scale), each product rounded to float32."""
     if q.format.codes_per_byte == 2 and codes.shape[-1] % 2:
@@ -254,6 +274,9 @@ def _judge_dequantized(
     q.place.judge.same("dequantized", got, wanted)
 
 
+judge_quantize = partial(judge_case, Quantized)
+
+
 # --- a weight and its transpose --------------------------------------------------------------------------
 
 
@@ -269,21 +292,40 @@ def both_rest(draw: Draw, fixed: Options) -> Options:
         "k": draw.one((draw.randint(1, draw.limits.k // 2), draw.multiple(32, draw.limits.k // 2))),
         "special": draw.maybe(0.4),
         "seed": draw.data_seed(),
+        "properties": ["near"],
     }
 
 
-def judge_weight_both(o: Options, place: Place) -> None:
-    shape = (o["n"], o["k"]) if o["matrices"] == 0 else (o["matrices"], o["n"], o["k"])
-    w = values(place, shape, DTYPES[o["dtype"]], o["seed"], o["special"], o["strides"])
-    first, second = quantize_weight_both(w)
-    codes, scale = exact.quantized(w, FP8_BLOCK, "weight")
-    judge = place.judge
-    judge.same("codes by the rules", first.data.view(torch.uint8), codes)
-    judge.same("scales by the rules", first.scale, scale)
-    judge.same("codes of the transpose", second.data.view(torch.uint8), codes.mT.contiguous())
-    judge.same("scales of the transpose", second.scale, scale.mT.contiguous())
-    again = quantize(w, FP8_BLOCK, kind="weight")
-    judge.same("quantize's codes", first.data.view(torch.uint8), again.data.view(torch.uint8))
+def both_lines(arch: str) -> Iterator[Options]:
+    one: Options = {"strides": "contiguous", "special": True, "properties": ["near", "bits"]}
+    for dtype, (matrices, n, k) in itertools.product(DTYPES, ((3, 200, 1040), (0, 136, 144), (2, 127, 257), (0, 1, 1))):
+        yield one | {"dtype": dtype, "matrices": matrices, "n": n, "k": k, "seed": n + k}
+
+
+class WeightBoth(Defined):
+    """`quantize_weight_both`."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        shape = (o["n"], o["k"]) if o["matrices"] == 0 else (o["matrices"], o["n"], o["k"])
+        w = values(place, shape, DTYPES[o["dtype"]], o["seed"], o["special"], o["strides"])
+        super().__init__(o, place, w=w)
+
+    def call(self, w: torch.Tensor) -> Any:
+        return quantize_weight_both(w)
+
+    def near(self, out: Any) -> None:
+        first, second = out
+        codes, scale = exact.quantized(self.operands["w"], FP8_BLOCK, "weight")
+        judge = self.place.judge
+        judge.same("codes by the rules", first.data.view(torch.uint8), codes)
+        judge.same("scales by the rules", first.scale, scale)
+        judge.same("codes of the transpose", second.data.view(torch.uint8), codes.mT.contiguous())
+        judge.same("scales of the transpose", second.scale, scale.mT.contiguous())
+        again = quantize(self.operands["w"], FP8_BLOCK, kind="weight")
+        judge.same("quantize's codes", first.data.view(torch.uint8), again.data.view(torch.uint8))
+
+
+judge_weight_both = partial(judge_case, WeightBoth)
 
 
 # --- rows and columns ------------------------------------------------------------------------------------
@@ -296,6 +338,7 @@ def columns_constants(draw: Draw) -> Options:
         "block": draw.one(((1, 128), (128, 128))),
         "alignment": draw.one((None, 32, 128)),
         "rows": draw.maybe(0.7),
+        "tokens": draw.maybe(0.2),
     }
 
 
@@ -309,23 +352,59 @@ def columns_rest(draw: Draw, fixed: Options) -> Options:
         "hostile": draw.hostile_ends(len(sizes), sum(sizes)) if draw.maybe(0.05) else [],
         "special": draw.maybe(0.4),
         "seed": draw.data_seed(),
+        "properties": ["near"],
     }
 
 
-def judge_rows_columns(o: Options, place: Place) -> None:
-    rows = sum(o["sizes"]) + o["past"]
-    x = values(place, (rows, o["k"]), DTYPES[o["dtype"]], o["seed"], o["special"], o["strides"])
-    ends = o["hostile"] or [sum(o["sizes"][: i + 1]) for i in range(len(o["sizes"]))]
-    offs = place.ends(ends)
-    by_rows, by_columns = quantize_rows_columns(
-        x, offs, column_block=o["block"], alignment=o["alignment"], rows=o["rows"]
-    )
-    place.judge.wrong("rows are there, or not, against the call", (by_rows is None) == o["rows"])
-    if by_rows is not None:
-        codes, scale = exact.quantized(x, FP8_BLOCK)
-        place.judge.same("row codes", by_rows.data.view(torch.uint8), codes)
-        place.judge.same("row scales", by_rows.scale, scale)
-    judge_columns(place, by_columns, x, ends)
+# Sizes of groups, rows past the last one, columns.
+ROWS: tuple[tuple[tuple[int, ...], int, int], ...] = (
+    ((0, 1, 15, 16, 17, 31, 32, 33, 0), 2, 144),
+    ((127, 128, 129, 0, 255, 257), 140, 1040),
+    ((0, 700, 0), 0, 256),
+    ((0, 0), 5, 272),
+    ((0, 0, 0), 0, 16),
+    (tuple((37 * g) % 53 for g in range(70)), 7, 2064),
+)
+BLOCKS, ALIGNMENTS = ((1, 128), (128, 128)), (32, 128)
+
+
+def columns_lines(arch: str) -> Iterator[Options]:
+    one: Options = {"strides": "contiguous", "rows": True, "hostile": [], "special": True, "tokens": False}
+    for (seed, (sizes, past, k)), dtype in itertools.product(enumerate(ROWS), DTYPES):
+        shape = {"sizes": [*sizes], "past": past, "k": k, "dtype": dtype, "seed": seed, "properties": ["near", "bits"]}
+        for block, alignment, tokens in itertools.product(BLOCKS, ALIGNMENTS, (False, True)):
+            yield one | shape | {"block": block, "alignment": alignment, "tokens": tokens}
+    shape = {"sizes": [100, 0, 57, 99], "past": 44, "k": 256, "dtype": "bfloat16", "seed": 7}
+    yield one | shape | {"block": (1, 128), "alignment": 32, "properties": ["replay"]}
+
+
+class RowsColumns(Defined):
+    """`quantize_rows_columns`. tokens: of rows in another order, some more than once."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        rows = sum(o["sizes"]) + o["past"]
+        x = values(place, (rows, o["k"]), DTYPES[o["dtype"]], o["seed"], o["special"], o["strides"])
+        self.ends = o["hostile"] or [sum(o["sizes"][: i + 1]) for i in range(len(o["sizes"]))]
+        generator = place.generator(o["seed"] + 1)
+        tokens = torch.randint(max(rows, 1), (rows,), device=place.device, generator=generator)
+        super().__init__(o, place, x=x, offs=place.ends(self.ends), tokens=tokens if o["tokens"] else None)
+
+    def call(self, x: torch.Tensor, offs: torch.Tensor, tokens: torch.Tensor | None) -> Any:
+        o = self.o
+        return quantize_rows_columns(
+            x, offs, column_block=o["block"], alignment=o["alignment"], rows=o["rows"], tokens=tokens
+        )
+
+    def near(self, out: Any) -> None:
+        (by_rows, by_columns), judge = out, self.place.judge
+        x, tokens = self.operands["x"], self.operands["tokens"]
+        x = x if tokens is None else x[tokens]
+        judge.wrong("rows are there, or not, against the call", (by_rows is None) == self.o["rows"])
+        if by_rows is not None:
+            codes, scale = exact.quantized(x, FP8_BLOCK)
+            judge.same("row codes", by_rows.data.view(torch.uint8), codes)
+            judge.same("row scales", by_rows.scale, scale)
+        judge_columns(self.place, by_columns, x, self.ends)
 
 
 def judge_columns(place: Place, c: GroupedColumns, x: torch.Tensor, ends: list[int]) -> None:
@@ -351,3 +430,57 @@ def judge_columns(place: Place, c: GroupedColumns, x: torch.Tensor, ends: list[i
     judge.same("column scales", c.scale, wanted_scale)
     judge.same("starts", c.starts, place.ends(starts))
     judge.same("block starts", c.block_starts, place.ends(blocks))
+
+
+judge_rows_columns = partial(judge_case, RowsColumns)
+
+
+# --- random roundings ------------------------------------------------------------------------------------
+
+
+def random_constants(draw: Draw) -> Options:
+    return {"dtype": draw.one(tuple(DTYPES)), "strides": draw.one(STRIDES)}
+
+
+def random_rest(draw: Draw, fixed: Options) -> Options:
+    del fixed
+    rows, k = draw.randint(1, draw.limits.rows), draw.multiple(16, draw.limits.n)
+    return {"rows": rows, "k": k, "seed": draw.data_seed(), "properties": ["near"]}
+
+
+def random_lines(arch: str) -> Iterator[Options]:
+    for dtype, (rows, k) in itertools.product(DTYPES, ((1, 16), (129, 1040), (300, 272))):
+        one: Options = {"dtype": dtype, "strides": "contiguous", "rows": rows, "k": k, "seed": 12345678901234567 + rows}
+        yield one | {"properties": ["near", "bits"]}
+
+
+class Random(Defined):
+    """`quantize_nvfp4_stochastic`, and `random_hadamard` of the same values."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        super().__init__(
+            o, place, x=values(place, (o["rows"], o["k"]), DTYPES[o["dtype"]], o["seed"], False, o["strides"])
+        )
+        self.signs = o["seed"] % 2**16
+
+    def call(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"rotated": random_hadamard(x, self.signs), "rounded": quantize_nvfp4_stochastic(x, seed=self.o["seed"])}
+
+    def near(self, out: dict[str, Any]) -> None:
+        """A code is the nearest one or its neighbour."""
+        x, judge, t = self.operands["x"], self.place.judge, out["rounded"]
+        amax = x.float().abs().amax()
+        factors = exact.nvfp4_factors("te", exact.nvfp4_global(amax), amax)
+        nearest, scale = exact.quantized(x, NVFP4, "activation", "te", factors)
+        judge.same("scales by the rules", t.scale.view(torch.uint8), scale)
+        codes = unpack_fp4(t.data).view(torch.uint8)
+        judge.same("signs", codes & 8, nearest & 8)
+        judge.wrong("codes are far", ((codes & 7).int() - (nearest & 7).int()).abs().amax() > 1)
+        signed = x.double().unflatten(1, (-1, 16)) * (1 - 2 * self.place.ends([self.signs >> i & 1 for i in range(16)]))
+        matrix = [[(-1.0) ** (i & j).bit_count() / 4 for i in range(16)] for j in range(16)]
+        wanted = (signed @ torch.tensor(matrix, dtype=torch.float64).to(x.device)).flatten(1)
+        size = signed.abs().sum(2).repeat_interleave(16, dim=1)
+        judge.near("rotated values' float64", out["rotated"], wanted, size * 2.0**-22, math.inf)
+
+
+judge_random = partial(judge_case, Random)

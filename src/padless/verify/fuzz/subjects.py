@@ -62,9 +62,32 @@ SUBJECTS: dict[str, Subject] = {
     "grouped_gemm_quant": Subject(_QUANT, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_swiglu_quant": Subject(_SWIGLU, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
     "grouped_gemm_epilogue": Subject(_EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True),
-    "quantize": Subject(quantizers.constants, quantizers.rest, quantizers.judge_quantize, 20, 12, kind=kinds.quantize),
+    "quantize": Subject(
+        quantizers.constants,
+        quantizers.rest,
+        quantizers.judge_quantize,
+        20,
+        12,
+        kind=kinds.quantize,
+        lines=quantizers.lines,
+    ),
     "quantize_weight_both": Subject(
-        quantizers.both_constants, quantizers.both_rest, quantizers.judge_weight_both, 6, 4, kind=kinds.weight_both
+        quantizers.both_constants,
+        quantizers.both_rest,
+        quantizers.judge_weight_both,
+        6,
+        4,
+        kind=kinds.weight_both,
+        lines=quantizers.both_lines,
+    ),
+    "quantize_nvfp4_stochastic": Subject(
+        quantizers.random_constants,
+        quantizers.random_rest,
+        quantizers.judge_random,
+        3,
+        2,
+        kind=kinds.random,
+        lines=quantizers.random_lines,
     ),
     "quantize_rows_columns": Subject(
         quantizers.columns_constants,
@@ -73,6 +96,7 @@ SUBJECTS: dict[str, Subject] = {
         6,
         4,
         kind=kinds.rows_columns,
+        lines=quantizers.columns_lines,
     ),
     "swiglu_backward_quantize": Subject(
         training.swiglu_constants,
@@ -81,6 +105,7 @@ SUBJECTS: dict[str, Subject] = {
         5,
         4,
         kind=kinds.swiglu_backward,
+        lines=training.swiglu_lines,
     ),
     "grouped_gemm_wgrad": Subject(
         training.wgrad_constants,
@@ -112,15 +137,41 @@ SUBJECTS: dict[str, Subject] = {
         emulated=True,
         lines=plain.wgrad_lines,
     ),
-    "moe.route": Subject(layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route),
+    "moe.route": Subject(
+        layers.routing_constants,
+        layers.routing_rest,
+        layers.judge_route,
+        8,
+        5,
+        kind=kinds.route,
+        lines=layers.routing_lines,
+    ),
     "moe.gather_quantize": Subject(
-        layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 6, kind=kinds.gather
+        layers.gather_constants,
+        layers.gather_rest,
+        layers.judge_gather_quantize,
+        7,
+        6,
+        kind=kinds.gather,
+        lines=layers.gather_lines,
     ),
     "moe.activate_quantize": Subject(
-        layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 5, kind=kinds.activate
+        layers.activation_constants,
+        layers.activation_rest,
+        layers.judge_activate_quantize,
+        6,
+        5,
+        kind=kinds.activate,
+        lines=layers.activation_lines,
     ),
     "moe.combine": Subject(
-        layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine
+        layers.combine_constants,
+        layers.combine_rest,
+        layers.judge_combine,
+        7,
+        5,
+        kind=kinds.combine,
+        lines=layers.combine_lines,
     ),
     "moe.decode": Subject(
         decode.constants,
@@ -132,7 +183,15 @@ SUBJECTS: dict[str, Subject] = {
         emulated=True,
         lines=decode.lines,
     ),
-    "moe.moe": Subject(whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True),
+    "moe.moe": Subject(
+        whole_layer.layer_constants,
+        whole_layer.layer_rest,
+        whole_layer.judge_moe,
+        4,
+        1,
+        emulated=True,
+        lines=whole_layer.lines,
+    ),
     "nn.LoraGroupedLinear": Subject(
         adapters.constants, adapters.rest, adapters.judge_linear, 3, 2, ("reference", "sm_90a")
     ),

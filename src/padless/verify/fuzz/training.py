@@ -22,11 +22,12 @@ from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import bits
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.case import Change, ends_of, judge_case, turned, whole
+from padless.verify.fuzz.defined import Defined
 from padless.verify.fuzz.judge import Precision, exact_product, precision_of
 from padless.verify.fuzz.operands import spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.quantizers import STRIDES, strided
+from padless.verify.fuzz.quantizers import ALIGNMENTS, BLOCKS, ROWS, STRIDES, strided
 from padless.verify.problems.wgrad import block_of, padded_to_blocks, permuted, poisoned
 
 _E4M3_STEP = 2.0**-4  # half of the distance of neighbours, relative
@@ -55,37 +56,74 @@ def swiglu_rest(draw: Draw, fixed: Options) -> Options:
         "past": draw.past(),
         "i": draw.multiple(step, draw.limits.n),
         "hostile": draw.hostile_ends(len(sizes), sum(sizes)) if draw.maybe(0.05) else [],
+        "special": False,
         "seed": draw.data_seed(),
+        "properties": ["near"],
     }
 
 
-def judge_swiglu_backward(o: Options, place: Place) -> None:
-    rows, i = sum(o["sizes"]) + o["past"], o["i"]
-    generator = place.generator(o["seed"])
+def swiglu_lines(arch: str) -> Iterator[Options]:
+    """Whole blocks of columns, short ones, and those that gate and up share; rows of very different sizes, NaN, Inf."""
+    both = (("concatenated", 384), ("concatenated", 208), ("interleaved", 384), ("interleaved", 96))
+    one: Options = {"strides": "contiguous", "hostile": [], "special": True}
+    for (seed, (sizes, past, _)), (gate_up, i), dtype in itertools.product(enumerate(ROWS[:3]), both, DTYPES):
+        shape = {"sizes": [*sizes], "past": past, "i": i, "gate_up": gate_up, "dtype": dtype, "z_dtype": dtype}
+        how = {"block": BLOCKS[dtype == "float16"], "alignment": ALIGNMENTS[seed % 2], "prob": dtype != "float32"}
+        yield one | shape | how | {"seed": seed, "properties": ["bits"]}
+    shape = {"sizes": [100, 0, 57, 99], "past": 44, "i": 256, "dtype": "bfloat16", "z_dtype": "bfloat16", "seed": 7}
+    how = {"gate_up": "concatenated", "block": (1, 128), "alignment": 32, "prob": True, "special": False}
+    yield one | shape | how | {"properties": ["near", "replay"]}
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=place.device, generator=generator)
 
-    dh = strided(place, normal(rows, i).to(DTYPES[o["dtype"]]), o["strides"])
-    z = strided(place, (normal(rows, 2 * i) * 3).to(DTYPES[o["z_dtype"]]), o["strides"])
-    prob = normal(rows) if o["prob"] else None
-    ends = o["hostile"] or [sum(o["sizes"][: g + 1]) for g in range(len(o["sizes"]))]
-    got = swiglu_backward_quantize(
-        dh, z, place.ends(ends), prob, gate_up=o["gate_up"], hidden_block=o["block"], alignment=o["alignment"]
-    )
-    dz, dz_size, hidden, dprob = _exact_backward(dh.double(), z.double(), prob, o["gate_up"])
-    judge = place.judge
-    codes, scale = got.dz_rows.data.view(torch.uint8), got.dz_rows.scale
-    _near_codes(place, "dZ's rows", codes, scale, dz, dz_size, "activation")
-    _near_columns(place, "dZ's columns", got.dz_columns, dz, dz_size, ends)
-    _near_columns(place, "H's columns", got.hidden_columns, hidden, hidden.abs(), ends)
-    judge.wrong("dprob is there, or not, against the call", (got.dprob is None) == o["prob"])
-    if got.dprob is not None:
-        valid = max((end for _, end in spans(ends, rows)), default=0)
-        wanted = dprob.clone()
-        wanted[valid:] = 0
-        sums = _sums_of_dprob(dh.double(), z.double(), o["gate_up"])
-        judge.near("dprob's float64", got.dprob, wanted, sums * 2.0**-17 + 2.0**-120, math.inf)
+class SwigluBackward(Defined):
+    """`swiglu_backward_quantize`. special: rows of very different sizes; zeros, NaN and Inf in some."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        rows, i, special = sum(o["sizes"]) + o["past"], o["i"], o["special"]
+        generator = place.generator(o["seed"])
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=place.device, generator=generator)
+
+        dh, z = normal(rows, i), normal(rows, 2 * i) * 3
+        dh, z = (_with_odd(x, place, generator) if special else x for x in (dh, z))
+        dh, z = (strided(place, x.to(DTYPES[o[name]]), o["strides"]) for x, name in ((dh, "dtype"), (z, "z_dtype")))
+        self.ends = o["hostile"] or [sum(o["sizes"][: g + 1]) for g in range(len(o["sizes"]))]
+        prob = normal(rows) if o["prob"] else None
+        super().__init__(o, place, dh=dh, z=z, offs=place.ends(self.ends), prob=prob)
+
+    def call(self, dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor, prob: torch.Tensor | None) -> Any:
+        how = {"gate_up": self.o["gate_up"], "hidden_block": self.o["block"], "alignment": self.o["alignment"]}
+        return swiglu_backward_quantize(dh, z, offs, prob, **how)
+
+    def near(self, got: Any) -> None:
+        place, gate_up, ends = self.place, self.o["gate_up"], self.ends
+        dh, z, prob = (self.operands[name] for name in ("dh", "z", "prob"))
+        dz, dz_size, hidden, dprob = _exact_backward(dh.double(), z.double(), prob, gate_up)
+        codes, scale = got.dz_rows.data.view(torch.uint8), got.dz_rows.scale
+        _near_codes(place, "dZ's rows", codes, scale, dz, dz_size, "activation")
+        _near_columns(place, "dZ's columns", got.dz_columns, dz, dz_size, ends)
+        _near_columns(place, "H's columns", got.hidden_columns, hidden, hidden.abs(), ends)
+        place.judge.wrong("dprob is there, or not, against the call", (got.dprob is None) == self.o["prob"])
+        if got.dprob is not None:
+            valid = max((end for _, end in spans(ends, dh.shape[0])), default=0)
+            wanted = dprob.clone()
+            wanted[valid:] = 0
+            sums = _sums_of_dprob(dh.double(), z.double(), gate_up)
+            place.judge.near("dprob's float64", got.dprob, wanted, sums * 2.0**-17 + 2.0**-120, math.inf)
+
+
+judge_swiglu_backward = partial(judge_case, SwigluBackward)
+
+
+def _with_odd(x: torch.Tensor, place: Place, generator: torch.Generator) -> torch.Tensor:
+    """Rows times different powers of two; zeros in all rows, NaN and Inf in a tenth of them."""
+    row = (*x.shape[:-1], 1)
+    x = x * torch.exp2(torch.randint(-12, 9, row, device=place.device, generator=generator).float())
+    chance = torch.rand(x.shape, device=place.device, generator=generator)
+    odd = torch.rand(row, device=place.device, generator=generator) < 0.1
+    x = torch.where((chance < 0.002) & odd, math.nan, torch.where((chance > 0.998) & odd, math.inf, x))
+    return torch.where((chance > 0.4) & (chance < 0.41), 0.0, x)
 
 
 def _halves(z: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,7 +242,7 @@ def wgrad_lines(arch: str) -> Iterator[Options]:
     adding = [_OTHERS | k | {"accumulate": True} for k in (*_KERNELS, *_ADDING) if k["out"] == "float32"]
     for seed, (sizes, past, n, k, alignments) in enumerate(_WGRADS):
         shape = {"sizes": [*sizes], "past": past, "n": n, "k": k, "alignments": [*alignments], "seed": seed}
-        for kernel, normal in itertools.product(storing, (True, False)):
+        for normal, kernel in itertools.product((True, False), sorted(storing, key=itemgetter("mode"))):
             if normal or len(sizes) * n * k <= _LARGE:
                 properties = ["near", "bits", "changes"] if normal else ["bits"]
                 yield kernel | shape | {"normal": normal, "properties": properties}
