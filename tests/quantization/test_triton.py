@@ -249,7 +249,12 @@ def test_compiled_fp8_block(kind: str, input_type: str) -> None:
         kernel = quantize_triton._fp8_block_activation
         types = dict.fromkeys(["M", "K", "x_stride", "scale_rows", "scale_stride_m", "scale_stride_k"], "i32")
         types["x_rows"] = "i32"
-        constants = {"BLOCK_M": 64 if input_type == "bf16" else 32, "HARDWARE_CAST": True, "rows_ptr": None}
+        constants = {
+            "BLOCK_M": 64 if input_type == "bf16" else 32,
+            "FACTOR": 1.0,
+            "HARDWARE_CAST": True,
+            "rows_ptr": None,
+        }
     else:
         kernel = quantize_triton._fp8_block_weight
         types = dict.fromkeys(["N", "K", "x_stride_g", "x_stride_n"], "i32")

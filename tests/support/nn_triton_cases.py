@@ -156,6 +156,23 @@ def dequantized_weights(device: str) -> None:
 
 
 @case
+def lifted_rows(device: str) -> None:
+    """Quantized in one pass as `lift` and `quantize` do, up to gradients of 2^67 and down to subnormals."""
+    from padless import FP8_BLOCK, quantize
+    from padless.quantization.lifting import LIFT, lift
+    from padless.quantization.triton.fp8_block import fp8_block
+
+    for seed, dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
+        x = awkward((9, 300), dtype, seed)
+        x = torch.where(x.float().abs() < 2.0**67, x, 0.5)  # as its text says; NaN too
+        want = quantize(lift(x), FP8_BLOCK)
+        with poisoned_memory():
+            got = fp8_block(x.to(device), "activation", "mn", factor=LIFT)
+        assert torch.equal(got.data.view(torch.uint8).cpu(), want.data.view(torch.uint8)), dtype
+        assert_bits(f"scales of {dtype}", got.scale, want.scale)
+
+
+@case
 def rows_of_some_groups(device: str) -> None:
     from padless.nn import rows as definition
     from padless.nn.triton import rows

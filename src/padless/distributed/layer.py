@@ -22,7 +22,7 @@ from padless.moe import backward
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.quantization.lifting import lift, lowered_by_lift
+from padless.quantization.lifting import lowered_by_lift, quantize_lifted
 from padless.quantization.quantize import quantize
 from padless.runtime.choices import BackendName
 
@@ -219,7 +219,7 @@ class _MoeOverRanks(torch.autograd.Function):
         *parts, codes, scale = ctx.saved_tensors
         plan, w13 = ExpertPlan(*parts), experts.first
         rows = BlockScaledTensor(codes, scale, FP8_BLOCK)
-        dy = quantize(lift(gradients_of_rows(ep, dout, plan)), FP8_BLOCK)
+        dy = quantize_lifted(gradients_of_rows(ep, dout, plan))
         found = backward.gradients_of_experts(
             rows, dy, plan.prob, plan.offs, w13.weights, experts.second.weights, experts.activation.gate_up, w13.backend
         )

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.quantization.quantize import has_triton, quantize
+from padless.runtime.devices import on_device_of
+
 LIFT = 2.0**60
 
 
@@ -17,6 +21,16 @@ def lift(gradient: torch.Tensor) -> torch.Tensor:
     """The gradient times LIFT; in float32 where it is float16."""
     # A literal here and below: Dynamo takes a module's number for one that may change, and fails in a backward pass.
     return (gradient.float() if gradient.dtype == torch.float16 else gradient) * 2.0**60
+
+
+def quantize_lifted(gradient: torch.Tensor) -> BlockScaledTensor:
+    """quantize(lift(gradient), FP8_BLOCK) of rows (M, K), in one pass on a GPU."""
+    if not (gradient.is_cuda and has_triton()):
+        return quantize(lift(gradient), FP8_BLOCK)
+    from padless.quantization.triton.fp8_block import fp8_block
+
+    with on_device_of(gradient):
+        return fp8_block(gradient, "activation", "mn", factor=LIFT)
 
 
 def lowered_by_lift(t: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from padless.nn.calls import call
 from padless.nn.lora.low_rank import Factors, LowRank, gradients
 from padless.nn.rows import groups_from_front, groups_to_front
 from padless.ops.grouped_gemm import grouped_gemm
-from padless.quantization.lifting import lift, lowered_by_lift
-from padless.quantization.quantize import dequantize, quantize
+from padless.quantization.lifting import lowered_by_lift, quantize_lifted
+from padless.quantization.quantize import dequantize
 
 WORKSPACE_BYTES = 1 << 30
 
@@ -137,7 +137,7 @@ def input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Ten
     weights do not fit in them also rows of dy and of the result once more.
     """
     if weights.format == FP8_BLOCK and weights.scale_layout == "plain":
-        rows = quantize(lift(dy), FP8_BLOCK)
+        rows = quantize_lifted(dy)
         return grouped_gemm(rows, transposed(weights.data, lowered_by_lift(weights.scale)), offs)
     groups, n, k = weights.logical_shape
     run = min(groups, max(1, WORKSPACE_BYTES // (n * k * _bytes_of_a_value(weights))))

@@ -28,8 +28,13 @@ _E4M3_MAX = tl.constexpr(448.0)
 _AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # float32 nearest to 1e-4
 
 
-def fp8_block(x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None = None) -> BlockScaledTensor:
-    """`padless.quantize(x, FP8_BLOCK, ...)` of checked arguments, on the GPU or in Triton's interpreter."""
+def fp8_block(
+    x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor | None = None, *, factor: float = 1.0
+) -> BlockScaledTensor:
+    """`padless.quantize(x, FP8_BLOCK, ...)` of checked arguments, on the GPU or in Triton's interpreter.
+
+    factor: a power of two that activations are multiplied by in float32.
+    """
     x = x if x.stride(-1) == 1 else x.contiguous()
     shape = tuple(x.shape) if rows is None else (rows.shape[0], x.shape[1])
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -42,8 +47,9 @@ def fp8_block(x: torch.Tensor, kind: str, scale_major: str, rows: torch.Tensor |
         sizes = (m, columns, x.stride(0), scale.stride(1) if is_mn_major(scale) else m, *scale.stride())
         warps = 4 if block_m >= 32 else 1
         launch(_fp8_block_activation, programs)(
-            x, stored, scale, *sizes, rows, x.shape[0], BLOCK_M=block_m, HARDWARE_CAST=hardware_cast, num_warps=warps
-        )
+            x, stored, scale, *sizes, rows, x.shape[0], BLOCK_M=block_m, FACTOR=factor, HARDWARE_CAST=hardware_cast,
+            num_warps=warps,
+        )  # fmt: skip
     elif codes.numel() > 0:
         programs = math.prod(groups) * ceil_div(m, 128) * ceil_div(columns, 128)
         stride = x.stride(0) if groups else 0
@@ -77,6 +83,7 @@ def _fp8_block_activation(
     rows_ptr,  # (M,) int32 or int64: rows of x; None where M is x_rows
     x_rows,
     BLOCK_M: tl.constexpr,
+    FACTOR: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
 ):
     num_k_blocks = tl.cdiv(K, _BLOCK)
@@ -89,6 +96,8 @@ def _fp8_block_activation(
 
     source = casts.source_rows(rows_ptr, row64, M, x_rows)
     x = casts.to_float32(tl.load(x_ptr + source[:, None] * x_stride + column[None, :], mask=inside, other=0.0))
+    if FACTOR != 1.0:
+        x = x * FACTOR
     scale, inverse = _fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
     codes = casts.to_e4m3(x * inverse[:, None], HARDWARE_CAST)
     tl.store(codes_ptr + row64[:, None] * K + column[None, :], codes, mask=inside)
