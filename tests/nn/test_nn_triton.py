@@ -41,8 +41,8 @@ def test_on_the_gpu(name: str) -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
     from padless.moe.triton import slots
-    from padless.nn.triton import activation, low_rank, rows, swiglu
-    from padless.quantization.triton import casts, dequantize
+    from padless.nn.triton import activation, dequantize, low_rank, rows, swiglu
+    from padless.quantization.triton import casts
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
     kernels = []

@@ -134,7 +134,7 @@ def activation_gradients(device: str) -> None:
 def dequantized_weights(device: str) -> None:
     """Every code and scale, layouts, a global scale of each weight and of all."""
     from padless import MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledTensor, dequantize, layouts
-    from padless.quantization.triton import dequantize as kernels
+    from padless.nn.triton import dequantize as kernels
 
     g = torch.Generator().manual_seed(2)
     for fmt, n, k in ((MXFP8, 5, 288), (MXFP8_E5M2, 3, 256), (MXFP4, 130, 96), (NVFP4, 17, 272)):

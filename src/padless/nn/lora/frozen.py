@@ -156,7 +156,7 @@ def input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Ten
 def _product_of(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor) -> torch.Tensor:
     """dy @ the dequantized weights of each group, rounded to bfloat16."""
     if _has_kernel(weights):
-        from padless.quantization.triton.dequantize import dequantized_weights
+        from padless.nn.triton.dequantize import dequantized_weights
 
         with on_device_of(dy):
             values = dequantized_weights(weights)
