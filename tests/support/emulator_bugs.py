@@ -170,6 +170,12 @@ BUGS: tuple[Bug, ...] = (
     ),
     # ---- arrivals and counts
     Bug("stage never released", ("deadlock",), ((MULTIPLY, RELEASE, ""),)),
+    Bug(
+        "scales multiplied where the compiler likes, behind the release of their stage",
+        ("unread-load",),
+        ((MULTIPLY, "pin_register(scale[r][c]);", ""),),
+        CONSUMERS_STORE,
+    ),
     Bug("stage released twice", ("mbarrier", "race"), ((MULTIPLY, RELEASE, RELEASE + RELEASE),)),
     Bug(
         "stage released before the products are done",

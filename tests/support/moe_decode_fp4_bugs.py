@@ -15,6 +15,7 @@ BAR = "bar_sync(CODES_BARRIER, NUM_CONSUMERS);"
 FIRST_HALF = "mma_m16n8k16_bf16(d, a[0], x[0], x[1]);"
 SECOND_HALF = "mma_m16n8k16_bf16(d, a[1], x[2], x[3]);"
 ROUNDED = "__uint_as_float(cvt_bf16x2(0.0f, d[2 + j]))"
+BEGIN, FINISH = (f"product.{call}(d, second, rows + 4 * step_bytes, step_bytes);" for call in ("begin", "finish"))
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
 IMPATIENT = MoeDecodeFp4Config(gate_rule_of(GPT_OSS), spin_limit=50000)
@@ -40,6 +41,12 @@ BUGS: tuple[Bug, ...] = (
         "a stage is not waited for",
         ("race", "uninitialised-shared"),
         ((MULTIPLY, "mbarrier_wait(shared_address(&shared.full[warp][position.stage]), position.phase);", ""),),
+    ),
+    Bug(
+        "a stage is asked for behind its loads, before their values are needed",
+        ("unread-load",),
+        ((MULTIPLY, BEGIN, ""), (MULTIPLY, FINISH, f"{BEGIN} {FINISH}")),
+        quick=True,
     ),
     Bug("a stage more than there is", ("race",), ((MAIN, "s < stages; ++s) loader", "s <= stages; ++s) loader"),)),
     Bug(

@@ -135,15 +135,16 @@ BUGS: tuple[Bug, ...] = (
         quick=True,
     ),
     Bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), ((MAIN, "fence_mbarrier_init();", ""),)),
-    Bug("stage never released", ("deadlock",), ((MULTIPLY, "if (lane == 0) mbarrier_arrive(empty);", ""),)),
+    Bug("stage never released", ("deadlock",), ((MULTIPLY, "if (arrives) mbarrier_arrive(empty);", ""),)),
     Bug(
         "stage released before X's scales of its columns are read",
         ("race",),
         (
             (
                 MULTIPLY,
-                "promote<FIRST>(d[w], p, scale, sfb);",
-                "if (w == WAVES - 1) release_stage(shared, stage, lane); promote<FIRST>(d[w], p, scale, sfb); continue;",
+                "promote<FIRST>(d[w], p, scale, sfb, arrives);",
+                "if (w == WAVES - 1) release_stage(shared, stage, lane, arrives);"
+                " promote<FIRST>(d[w], p, scale, sfb, arrives); continue;",
             ),
         ),
         COLUMN_SCALES,
@@ -263,7 +264,7 @@ BUGS: tuple[Bug, ...] = (
         (
             (
                 MULTIPLY,
-                "if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);",
+                "if (arrives) mbarrier_arrive_cluster(empty, lane);",
                 "if (lane == cluster_cta_rank()) mbarrier_arrive_cluster(empty, lane);",
             ),
         ),

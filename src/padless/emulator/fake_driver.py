@@ -36,12 +36,6 @@ class Settings:
     machine: Callable[..., Machine] = Machine
 
 
-# Kernels that by their PTX give a stage back in front of the first use of some scales or codes. In ptxas' code of
-# sm90_fp8 no such load is behind the arrival; of the decoding layer a later load's value has been needed by then, and a
-# warp's loads from shared memory come back in order. Nothing in the ISA says so.
-_IGNORED = {"padless_sm90_fp8_grouped_gemm": ("unread-load",), "padless_sm90_moe_decode_fp4": ("unread-load",)}
-
-
 class EmulatedDriver:
     """A device without a GPU, with the methods of runtime.driver.CudaDriver. Memory is the CPU tensors themselves."""
 
@@ -103,8 +97,7 @@ class EmulatedDriver:
             settings = self.settings
             emulator = function.with_memory(memory_of(tensors))
             emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
-            emulator.ignore = frozenset((*settings.ignore, *_IGNORED.get(kernel.entry, ())))
-            emulator.machine = settings.machine
+            emulator.ignore, emulator.machine = frozenset(settings.ignore), settings.machine
             result = emulator.launch(
                 kernel.entry, shape.grid, shape.block, values, cluster=shape.cluster, shared_bytes=kernel.shared_bytes,
                 seed=settings.seed, programmatic=shape.programmatic,

@@ -72,6 +72,55 @@ def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKe
     return found
 
 
+def scales_of_columns(sass: list[str]) -> tuple[int, list[str]]:
+    """(loads of two columns' scales between a wait for products and the arrival that gives their stage back, those whose
+    values no instruction in front of the arrival needs).
+    """
+    count, late = 0, []
+    loads: dict[int, str] | None = None  # by first register, since the wait
+    for line in sass:
+        opcode, _, operands = line.partition(" ")
+        if opcode.startswith("WARPGROUP.DEPBAR"):
+            loads = {}
+        elif "GMMA" in opcode:
+            loads = None
+        elif loads is not None and opcode.startswith("SYNCS.ARRIVE"):
+            late += loads.values()
+            loads = None
+        elif loads is not None:
+            target, _, sources = operands.partition(",")
+            for register in re.findall(r"\bR(\d+)", sources):
+                loads.pop(int(register), None)
+                loads.pop(int(register) - 1, None)
+            if opcode == "LDS.64":
+                loads[int(target[1:])] = line
+                count += 1
+    return count, late
+
+
+COLUMN_SCALES = [c for c in CONFIGS if c.mode == "1d1d" and c.max_groups == 256]
+COLUMN_SCALES += [replace(c, cluster_n=2) for c in COLUMN_SCALES if c.block_m == 128]
+
+
+@pytest.mark.parametrize("config", COLUMN_SCALES, ids=name_of)
+def test_an_arrival_is_behind_a_use_of_every_load_of_its_stage(config: WgradConfig, tmp_path: Path) -> None:
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")
+    assert complaints(kernel) == []
+    count, late = scales_of_columns(instructions(kernel, tmp_path))
+    assert count >= 3 * 16
+    assert late == []
+
+
+def test_an_arrival_that_waits_for_no_load_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = "sm90_fp8_wgrad/multiply.cuh"
+    sources = dict(jit.sources())
+    sources[file] = sources[file].replace("arrives = needed(arrives, of_column[0], of_column[1]);", "")
+    assert sources[file] != jit.sources()[file]
+    monkeypatch.setattr(jit, "sources", lambda: sources)
+    kernel = jit.compile_kernel(KERNEL, "// planted\n" + COLUMN_SCALES[0].prelude(), "sm_90a")
+    assert scales_of_columns(instructions(kernel, tmp_path))[1]
+
+
 @pytest.mark.parametrize(
     "config", [pytest.param(c, id=name_of(c), marks=pytest.mark.slow if c.max_groups == 1024 else ()) for c in CONFIGS]
 )

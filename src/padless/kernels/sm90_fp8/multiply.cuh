@@ -96,10 +96,12 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
                                : sfa_at[0] + stage * (SFA_STAGE_FLOATS * 4) + (w * WAVE_ROWS + r * 8) * 4;
             const float sfa = ld_shared_f32(at);
 #pragma unroll
-            for (int c = 0; c < BLOCK_N / 64; ++c)
+            for (int c = 0; c < BLOCK_N / 64; ++c) {
                 scale[r][c] = sfa * (GATE_AND_UP_APART ? of_block[c % NUM_SFB]
                                      : odd_half        ? of_block[(c + 1) / 2]
                                                        : of_block[c / 2]);
+                pin_register(scale[r][c]);  // multiplied here: the stage is given back before these are used
+            }
         }
     };
 

@@ -20,14 +20,34 @@ struct ConsumerView {
 constexpr int SFA_STAGE_BYTES = BLOCK_M * 4;
 constexpr int SFB_STAGE_BYTES = SFB_STAGE_FLOATS * 4;
 
-// One arrival a warp at every CTA of the cluster, after all its lanes have read the stage.
-__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
+// 1 where `before` is, whatever x and y are, by an instruction that needs them. Neither |x| < -|y| nor anything of a NaN holds.
+__device__ __forceinline__ uint32_t needed(uint32_t before, float x, float y) {
+    uint32_t after;
+    asm("{\n"
+        ".reg .pred is_before, is_after;\n"
+        ".reg .f32 x, y;\n"
+        "setp.ne.u32 is_before, %1, 0;\n"
+        "abs.f32 x, %2;\n"
+        "abs.f32 y, %3;\n"
+        "neg.f32 y, y;\n"
+        "setp.geu.and.f32 is_after, x, y, is_before;\n"
+        "selp.u32 %0, 1, 0, is_after;\n"
+        "}"
+        : "=r"(after)
+        : "r"(before), "f"(x), "f"(y));
+    return after;
+}
+
+// One arrival a warp at every CTA of the cluster, after all its lanes have what they loaded from the stage. arrives: of this
+// lane, `is_releaser` by way of `needed` with a value of each load. ptxas puts arrivals in front of multiplications that are
+// ahead of them in the source, and an arrival does not wait for loads; it does for its predicate.
+__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane, uint32_t arrives) {
     __syncwarp();
     const uint32_t empty = shared_address(&shared.empty[stage]);
     if constexpr (CLUSTER_N == 1) {
-        if (lane == 0) mbarrier_arrive(empty);
+        if (arrives) mbarrier_arrive(empty);
     } else {
-        if (lane < CLUSTER_N) mbarrier_arrive_cluster(empty, lane);
+        if (arrives) mbarrier_arrive_cluster(empty, lane);
     }
 }
 
@@ -35,11 +55,12 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
 // 8 * (j / 2) and column 8 * i + j % 2, counted from its first ones. sfa: of the two rows; sfb: address of the first scale of X.
 template <bool FIRST>
 __device__ __forceinline__ void promote(float (&d)[BLOCK_N / 2], const float (&p)[BLOCK_N / 2],
-                                        const float (&sfa)[2], uint32_t sfb) {
+                                        const float (&sfa)[2], uint32_t sfb, uint32_t& arrives) {
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 8; ++i) {
         float of_column[2];
         ld_shared_v2_f32(sfb + i * 32, of_column[0], of_column[1]);
+        arrives = needed(arrives, of_column[0], of_column[1]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const float scale = __fmul_rn(sfa[j / 2], of_column[j % 2]);
@@ -103,11 +124,12 @@ __device__ __forceinline__ void multiply_block(float (&d)[WAVES][BLOCK_N / 2], S
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
         if constexpr (X_SCALES_ARE_BLOCKS) {
-            if (w == WAVES - 1) release_stage(shared, stage, lane);
+            if (w == WAVES - 1) release_stage(shared, stage, lane, lane < CLUSTER_N);
             promote<FIRST>(d[w], p, scale);
         } else {
-            promote<FIRST>(d[w], p, scale, sfb);
-            if (w == WAVES - 1) release_stage(shared, stage, lane);
+            uint32_t arrives = needed(lane < CLUSTER_N, scale[0], scale[1]);
+            promote<FIRST>(d[w], p, scale, sfb, arrives);
+            if (w == WAVES - 1) release_stage(shared, stage, lane, arrives);
         }
     }
 }

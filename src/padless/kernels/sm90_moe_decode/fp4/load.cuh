@@ -1,6 +1,6 @@
 // Weights of a consumer warp into its ring, stage by stage, in the order in which it multiplies them: units of the first product of
-// all shares, then units of the second. The warp asks for a stage when it has read the one that was there, so that no barrier
-// says that a stage is empty.
+// all shares, then units of the second. The warp asks for a stage when it has the values of the one that was there, so that no
+// barrier says that a stage is empty.
 #pragma once
 
 // The units of the first product of a share. Shares with a stripe more of the second product have no fewer: hidden rows are
@@ -21,7 +21,7 @@ class WeightLoader {
         find_unit();
     }
 
-    // Warp: asks for the next stage, into the place of the oldest. All lanes have read what is there.
+    // Warp: asks for the next stage, into the place of the oldest. All lanes have the values of what is there.
     __device__ __forceinline__ void load_stage() {
         if (share_ < 0) return;
         if (elect_one()) {

@@ -63,37 +63,53 @@ __device__ __forceinline__ void multiply_octet(float (&d)[4], uint32_t first, ui
     mma_m16n8k16_bf16(d, a[1], x[2], x[3]);
 }
 
-// d += a K block times eight rows, of which an octet is read while the one before is multiplied. Scales with a second factor
-// (dequantize.cuh) are rare, and so their loop is short: a branch at every word would take as long as the rest.
-__device__ __forceinline__ void multiply_block(float (&d)[4], const BlockOfLane& block, uint32_t rows,
-                                               uint32_t step_bytes) {
+// d += a K block times eight rows, of which an octet is read while the one before is multiplied. begin() multiplies the first
+// octets, and so needs a value of every load of the block; finish() the others. Scales with a second factor (dequantize.cuh) are
+// rare, and so their loop is short: a branch at every word would take as long as the rest.
+struct BlockProduct {
     Factors factors;
     uint32_t x[2][4];
-    ld_shared_v4_u32(rows, x[0][0], x[0][1], x[0][2], x[0][3]);
+    bool has_large;
+
+    __device__ __forceinline__ void begin(float (&d)[4], const BlockOfLane& block, uint32_t rows,
+                                          uint32_t step_bytes) {
+        ld_shared_v4_u32(rows, x[0][0], x[0][1], x[0][2], x[0][3]);
+        ld_shared_v4_u32(rows + step_bytes, x[1][0], x[1][1], x[1][2], x[1][3]);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) factors[h].set(block.bytes[h]);
-    if (__any_sync(0xffffffff, mxfp4_is_large(block.bytes[0] | block.bytes[1]))) {
+        for (int h = 0; h < 2; ++h) factors[h].set(block.bytes[h]);
+        has_large = __any_sync(0xffffffff, mxfp4_is_large(block.bytes[0] | block.bytes[1]));
+        if (has_large)
+            multiply_octet<true>(d, block.words[0][0], block.words[1][0], block.bytes, factors, x[0]);
+        else
+            multiply_octet<false>(d, block.words[0][0], block.words[1][0], block.bytes, factors, x[0]);
+    }
+
+    __device__ __forceinline__ void finish(float (&d)[4], const BlockOfLane& block, uint32_t rows,
+                                           uint32_t step_bytes) {
+        if (has_large) {
 #pragma unroll 1
-        for (int octet = 0; octet < 4; ++octet) {
-            uint32_t from[2] = {};
+            for (int octet = 1; octet < 4; ++octet) {
+                uint32_t from[2] = {};
 #pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                from[0] = n == octet ? block.words[0][n] : from[0];
-                from[1] = n == octet ? block.words[1][n] : from[1];
+                for (int n = 1; n < 4; ++n) {
+                    from[0] = n == octet ? block.words[0][n] : from[0];
+                    from[1] = n == octet ? block.words[1][n] : from[1];
+                }
+                ld_shared_v4_u32(rows + octet * step_bytes, x[0][0], x[0][1], x[0][2], x[0][3]);
+                multiply_octet<true>(d, from[0], from[1], block.bytes, factors, x[0]);
             }
-            ld_shared_v4_u32(rows + octet * step_bytes, x[0][0], x[0][1], x[0][2], x[0][3]);
-            multiply_octet<true>(d, from[0], from[1], block.bytes, factors, x[0]);
+            return;
         }
-        return;
-    }
 #pragma unroll
-    for (int octet = 0; octet < 4; ++octet) {
-        uint32_t (&next)[4] = x[(octet + 1) % 2];
-        if (octet < 3) ld_shared_v4_u32(rows + (octet + 1) * step_bytes, next[0], next[1], next[2], next[3]);
-        multiply_octet<false>(d, block.words[0][octet], block.words[1][octet], block.bytes, factors,
-                              x[octet % 2]);
+        for (int octet = 1; octet < 4; ++octet) {
+            uint32_t (&next)[4] = x[(octet + 1) % 2];
+            if (octet < 3)
+                ld_shared_v4_u32(rows + (octet + 1) * step_bytes, next[0], next[1], next[2], next[3]);
+            multiply_octet<false>(d, block.words[0][octet], block.words[1][octet], block.bytes, factors,
+                                  x[octet % 2]);
+        }
     }
-}
+};
 
 // d = the unit whose stages come next, times eight rows. `rows`: address of what the lane reads at step 0; steps are
 // `step_bytes` apart. `columns`: scales of a row, K / 32. A block is read half a stage before it is multiplied.
@@ -116,8 +132,11 @@ __device__ __forceinline__ void multiply(float (&d)[4], SharedStorage& shared, c
     first.read(codes, scales, unit, 0, columns, lane);
     second.read(codes, scales, unit, 1, columns, lane);
     for (int left = k_stages;;) {
-        multiply_block(d, first, rows, step_bytes);
-        __syncwarp();  // all lanes have read the stage
+        BlockProduct product;
+        product.begin(d, first, rows, step_bytes);
+        product.finish(d, first, rows, step_bytes);
+        product.begin(d, second, rows + 4 * step_bytes, step_bytes);
+        __syncwarp();  // all lanes have what they loaded from the stage
         loader.load_stage();
         columns -= STAGE_K / 32;
         const bool is_last = --left == 0;
@@ -125,7 +144,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], SharedStorage& shared, c
             await_stage();
             first.read(codes, scales, unit, 0, columns, lane);
         }
-        multiply_block(d, second, rows + 4 * step_bytes, step_bytes);
+        product.finish(d, second, rows + 4 * step_bytes, step_bytes);
         if (is_last) break;
         second.read(codes, scales, unit, 1, columns, lane);
         rows += STEPS_OF_STAGE * step_bytes;
