@@ -12,7 +12,6 @@ from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options, Problem
 from padless.verify.fuzz.subjects import SUBJECTS
 
-CALLS = tuple(name for name, subject in SUBJECTS.items() if any(True for _ in subject.lines("sm_90a")))
 _PARTS = 12  # of a check's rehearsal
 
 

@@ -13,6 +13,7 @@ from padless.verify.fuzz.place import Place
 from padless.verify.training import graphs
 
 _PRODUCTS = ("grouped_gemm", "gemm", "grouped_gemm_list")
+_HOPPERS = ("grouped_gemm_wgrad", "plain.grouped_gemm", "plain.grouped_gemm_wgrad", "moe.decode")
 # Every eighth problem of a check, on the second GPU; all small launches of products.
 _SOME = (0, 8)
 
@@ -21,7 +22,7 @@ def parts_of(arch: str) -> dict[str, Check]:
     """Checks by name: launches of every kernel, and steps of a layer, as calls and in CUDA graphs."""
     parts = {"products": lines.small_of(*_PRODUCTS), "epilogues": small.SMALL}
     if arch == "sm_90a":
-        parts |= {call: lines.check_of(call) for call in lines.CALLS if call not in _PRODUCTS}
+        parts |= {call: lines.check_of(call) for call in _HOPPERS}
         parts["layer in graphs"] = graphs.CHECK
     return parts
 
