@@ -5,7 +5,8 @@ the emulator and `padless info`.
 
 Every artefact gets a new virtual environment of its own and runs outside of the tree. Its dependencies are those of the
 environment that runs this, reached by a path, so nothing is downloaded: what is proven is that the artefact is whole and
-installs. With --index pip installs them too, in the versions of constraints.txt. Where there is a GPU the wheel runs
+installs, the sdist by the wheel that it builds. With --index pip installs them too, in the versions of constraints.txt,
+and builds the sdist. Where there is a GPU the wheel runs
 `padless verify` as well.
 """
 
@@ -67,14 +68,14 @@ def build(kind: str, tree: Path, out: Path) -> Path:
 
 
 def wheel_of(sdist: Path, folder: Path) -> Path:
-    """The wheel that an sdist builds, in a folder, to compare their files."""
+    """The wheel that an sdist builds, in a folder of its own."""
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
     return build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
 
 
 def use(artefact: Path, folder: Path, index: bool) -> list[dict[str, Any]]:
-    """Installs a wheel or an sdist into a new environment in folder, with its dependencies from the index or by a path,
+    """Installs a wheel, or with index an sdist, into a new environment in folder, with its dependencies from the index or by a path,
     and uses it. Returns the GPUs that it sees. RuntimeError where something fails.
     """
     venv.create(folder, with_pip=True)
@@ -85,8 +86,7 @@ def use(artefact: Path, folder: Path, index: bool) -> list[dict[str, Any]]:
     else:
         (site,) = (folder / "lib").glob("python*/site-packages")
         (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        offline = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
-        run(*install, *offline, artefact, cwd=folder)
+        run(*install, "--no-deps", "--no-index", "--ignore-installed", artefact, cwd=folder)
     where = Path(run(python, "-c", "import padless; print(padless.__file__)", cwd=folder).strip())
     if not where.is_relative_to(folder):
         raise RuntimeError(f"{artefact.name} was installed, and {where} is imported")
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
             raise RuntimeError(f"the sdist's wheel differs in {sorted(set(names[0]) ^ set(names[1]))}")
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder)
         gpus = use(wheel, folder / "wheel", index)
-        use(sdist, folder / "sdist", index)
+        use(sdist if index else again, folder / "sdist", index)
         if gpus:
             run(folder / "wheel" / "bin" / "padless", "verify", "--out", folder / "record", cwd=folder, timeout=1800)
     for artefact in (wheel, sdist):

@@ -214,7 +214,7 @@ def test_the_bill_of_materials_has_every_package_that_padless_needs(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "message"),
-    [("padless/kernels/sm90_fp8/", "sm90_fp8"), ("padless/ops/", "padless.ops"), ("padless/cli/", "padless")],
+    [("padless/kernels/sm90_fp8/", "sm90_fp8"), ("padless/ops/", "padless.ops"), ("padless/cli/", "padless.cli")],
 )
 def test_a_wheel_that_lacks_files_is_refused(tmp_path: Path, lost: str, message: str) -> None:
     """What `make wheels` does with a wheel from which the files of a folder are missing: kernels, calls or commands."""
