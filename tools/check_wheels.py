@@ -75,8 +75,8 @@ def wheel_of(sdist: Path, folder: Path) -> Path:
 
 
 def use(artefact: Path, folder: Path, index: bool) -> list[dict[str, Any]]:
-    """Installs a wheel, or with index an sdist, into a new environment in folder, with its dependencies from the index or
-    by a path, and uses it. Returns the GPUs that it sees. RuntimeError where something fails.
+    """Installs a wheel, or with index an sdist, into a new environment in folder, with its dependencies from the index
+    or by a path, and uses it. Returns the GPUs that it sees. RuntimeError where something fails.
     """
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
