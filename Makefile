@@ -52,7 +52,7 @@ site: $(DEV)
 	@$(MIKE) deploy $(if $(PUSH),--push) --update-aliases $(SITE)
 	@$(MIKE) set-default $(if $(PUSH),--push) $$($(MIKE) list latest >/dev/null 2>&1 && echo latest || echo $(VERSION))
 
-# What others install, used from new environments: README's example and `padless info`. INDEX: with dependencies from the index.
+# What others install, used from new environments: README's example, a kernel in the emulator and `padless info`. INDEX: with dependencies from the index.
 wheels: $(DEV)
 	@$(BIN)/python tools/check_wheels.py $(if $(INDEX),--index)
 

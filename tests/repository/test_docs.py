@@ -104,9 +104,10 @@ def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
         return done.stdout
 
     run("git init -q -b main && git add -A && git commit -qm start")
+    run("git init -q --bare origin.git && git remote add origin origin.git")
     for version in ("main", "v0.1.0", "main"):
         recipe = subprocess.run(
-            ["make", "--no-print-directory", "-n", "-o", ".venv/.installed-dev", "site", f"VERSION={version}"],
+            ["make", "--no-print-directory", "-n", "-o", ".venv/.installed-dev", "site", f"VERSION={version}", "PUSH=1"],
             cwd=ROOT, capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
         run(recipe.replace(f"{ROOT}/.venv/bin", str(MIKE.parent)))
@@ -115,6 +116,7 @@ def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
             assert f"url={expected}/" in run("git show gh-pages:index.html").replace("&#47;", "/")
     listed = json.loads(run("git show gh-pages:versions.json"))
     assert {each["version"]: each["aliases"] for each in listed} == {"main": [], "v0.1.0": ["latest"]}
+    assert run("git -C origin.git rev-parse gh-pages") == run("git rev-parse gh-pages"), "pushed"
     run("git show gh-pages:v0.1.0/formats.html && git show gh-pages:main/search/search_index.json")
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,29 @@ from typing import Any
 import pytest
 import yaml
 
+import check_wheels
 import padless
 from support.ragged import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # A step that is no command of the tree's own: what goes to the index, without the bill of materials.
 PUBLISH = "mkdir -p packages && mv dist/*.whl dist/*.tar.gz packages/"
-# Targets of the Makefile by what else runs their recipe: .ci/run, a test here that names the tool, or nothing, and why.
+# Commands of the workflows, without what their variables are set to, by what else runs their recipe: .ci/run, a test
+# that is no slow one, or nothing, and why.
 CI, NOTHING = ".ci/run", "nothing: "
 RUN_BY = {
     "wheels": CI,
+    "wheels INDEX": NOTHING + "gigabytes of torch, from an index",
     "quick": CI,  # its tests are among those of make test
     "docs": "test_the_site_builds_without_a_warning_and_has_every_public_name",
-    "site": "test_versions_of_the_site_stand_next_to_each_other",
-    "sbom": "test_the_bill_of_materials_has_every_package_that_padless_needs",
+    "site VERSION PUSH": "test_versions_of_the_site_stand_next_to_each_other",
+    "sbom TAG": "test_the_bill_of_materials_has_every_package_that_padless_needs",
     "cubins": "test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found",
     "dev": CI,
-    "test-all": NOTHING + "hours",
-    "torch": NOTHING + "gigabytes of another torch",
+    "test-all PART": NOTHING + "hours",
+    "torch TORCH": NOTHING + "gigabytes of another torch",
     "audit": NOTHING + "it needs a network",
-    "verify": NOTHING + "it needs a GPU",
+    "verify OUT": NOTHING + "it needs a GPU",
 }
 TARGET = re.compile(r"make ([a-z-]+)((?: [A-Z]+=(?:\"[^\"]*\"|\S+|\$\{\{ [^}]+ \}\}))*)")
 
@@ -87,18 +91,29 @@ def test_every_command_of_a_workflow_is_one_of_the_trees() -> None:
 
 def test_every_command_of_a_workflow_is_run_elsewhere_or_says_why_not() -> None:
     commands = {step["run"] for step in steps() if "run" in step} - {PUBLISH, "bash .ci/run"}
-    targets = {found[1] for command in commands if (found := TARGET.fullmatch(command))}
-    assert targets == set(RUN_BY)
+    found = [match for command in commands if (match := TARGET.fullmatch(command))]
+    assert {" ".join([match[1], *re.findall(r"([A-Z]+)=", match[2])]) for match in found} == set(RUN_BY)
     script, makefile = ((ROOT / name).read_text() for name in (".ci/run", "Makefile"))
     needed = {
         each for line in re.findall(r"^(?:test|wheels|lint): (.*)$", makefile, re.MULTILINE) for each in line.split()
     }
     texts = [path.read_text() for path in found_tests()]
-    for target, runner in RUN_BY.items():
+    for command, runner in RUN_BY.items():
         if runner == CI:
-            assert f"make {target}" in script or (target == "dev" and "$(DEV)" in needed) or target == "quick"
+            assert f"make {command}" in script or (command == "dev" and "$(DEV)" in needed) or command == "quick"
         elif not runner.startswith(NOTHING):
-            assert sum(f"def {runner}(" in text for text in texts) == 1, f"{target}: {runner} is no test"
+            (decorators,) = [
+                each for text in texts for each in re.findall(rf"((?:^@.*\n)*)^def {runner}\(", text, re.M)
+            ]
+            assert "slow" not in decorators, f"{command}: {runner} is not run every time"
+
+
+def test_the_tests_of_make_quick_are_there() -> None:
+    command = ["make", "-n", "-o", ".venv/.installed-dev", "quick"]
+    recipe = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = re.findall(r"tests/\S+", recipe)
+    assert len(folders) >= 8
+    assert all(list((ROOT / folder).glob("test_*.py")) for folder in folders)
 
 
 def test_what_is_published_are_the_packages_alone(tmp_path: Path) -> None:
@@ -194,3 +209,23 @@ def test_the_bill_of_materials_has_every_package_that_padless_needs(tmp_path: Pa
     refused = subprocess.run([*command, "--tag", "v9.9"], capture_output=True, text=True, check=False)
     assert refused.returncode != 0
     assert "v9.9" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [("padless/kernels/sm90_fp8/", "sm90_fp8"), ("padless/ops/", "padless.ops"), ("padless/cli/", "padless.cli")],
+)
+def test_a_wheel_that_lacks_files_is_refused(tmp_path: Path, lost: str, message: str) -> None:
+    """What `make wheels` does with a wheel from which the files of a folder are missing: kernels, calls or commands."""
+    tree = check_wheels.copy_of_the_tree(tmp_path / "tree")
+    whole = check_wheels.build("wheel", tree, tmp_path)
+    less = tmp_path / "less" / whole.name
+    less.parent.mkdir()
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(less, "w") as target:
+        kept = [name for name in source.namelist() if not (name.startswith(lost) and source.getinfo(name).file_size)]
+        assert 0 < len(kept) < len(source.namelist())
+        for name in kept:
+            target.writestr(name, source.read(name))
+    with pytest.raises(RuntimeError, match=message):
+        check_wheels.use(less, tmp_path / "environment", index=False)

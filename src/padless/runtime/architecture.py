@@ -37,9 +37,7 @@ class Architecture:
     verified: str
 
 
-HOPPER = Architecture(
-    "sm_90a", "Hopper", (9, 0), "sm_90a", None, 227 << 10, "emulator", "H200", "verified on H100 and H200"
-)
+HOPPER = Architecture("sm_90a", "Hopper", (9, 0), "sm_90a", None, 227 << 10, "emulator", "H200", "verified on H200")
 BLACKWELL = Architecture(
     "sm_100a", "Blackwell", (10, 0), "sm_100a", "sm_100f", 227 << 10, "emulator:sm_100a", "B200",
     "verified by emulation, never run",
