@@ -28,8 +28,8 @@ from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.products import arch_of
 from padless.verify.tiles import pairs_of
 
-# Largest error of a token over its norm, or the root of the mean square of all tokens' norms where that is more: quantizing
-# activations twice, to e4m3 or e2m1. A token three times as large as the others has three times their error.
+# Largest error of a token over its norm, or the root of the mean square of all tokens' norms where that is more, by
+# quantizing activations twice, to e4m3 or e2m1. A token three times as large as the others has three times their error.
 _BOUNDS = {"FP8_BLOCK": 0.1, "MXFP8": 0.12, "NVFP4": 0.4, "MXFP4": 0.6, "BF16": 0.02}
 # Of random problems, of few tokens and columns; of one slot, the error of which is averaged with no other.
 _FEW_TOKENS, _FEW_SLOTS = 4.0, 1.5
