@@ -96,7 +96,9 @@ def test_readme_says_what_the_records_say(capsys):
 def test_training_pages_quote_the_newest_steps():
     """Codes made in a step, the default, and codes kept, of the first two points, DeepSeek-V3's."""
     table, page = ((tool.ROOT / f"docs/{name}.md").read_text() for name in ("training_measured", "training"))
-    times = [{name: timing["us"] for name, timing in step["gpu"].items()} for step in measured(RECORDS, "train").points[:2]]
+    times = [
+        {name: timing["us"] for name, timing in step["gpu"].items()} for step in measured(RECORDS, "train").points[:2]
+    ]
     for name, sentence in {
         "padless fp8": "step is {:.2f} times as fast as torch's in bf16 with 8 experts and {:.2f} times with 32",
         "padless fp8, codes kept": "codes is {:.2f} and {:.2f} times as fast",
