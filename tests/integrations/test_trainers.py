@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from support.trainer_seams import CALLS, COUNTS, Trainer, trainer
 from support.training_layer import sqnr
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao on PYTHONPATH")
+ROOT = Path(__file__).parents[2]
 END, TAIL = sum(COUNTS), 9
 OFFS = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
 Step = dict[str, torch.Tensor]
@@ -225,15 +227,20 @@ def converted(case: Trainer, recipe: str = "fp8", **more: Any) -> Any:
     return module
 
 
-@pytest.fixture
-def wrapped(case: Trainer, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+@pytest.fixture(params=[name for name in CALLS if name != "deepspeed fused"])
+def wrapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """A case whose activation runs on a CPU: DeepSpeed's is a Triton kernel, of a gate and an up or of both."""
+    case = trainer(request.param, monkeypatch)
+    activation_in_torch(case, monkeypatch)
+    return case
+
+
+def activation_in_torch(case: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.framework == "deepspeed" and find_spec("deepspeed.ops") is not None:
-        kernels = __import__("deepspeed.ops.triton_ops.swiglu_triton", fromlist=["swiglu"])
+        kernels = import_module("deepspeed.ops.triton_ops.swiglu_triton")
         silu = torch.nn.functional.silu
         monkeypatch.setattr(kernels, "swiglu", lambda gate, up: silu(gate) * up)
         monkeypatch.setattr(kernels, "swiglu_packed", lambda both: silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1])
-    return case
 
 
 @needs_torchao
@@ -245,7 +252,21 @@ def test_torchao_s_wrapper_in_their_modules(wrapped: Trainer, monkeypatch: pytes
         torch, "_grouped_mm", lambda a, b, offs: grouped_linear(a, b.transpose(-2, -1), offs, "fp8"), raising=True
     )
     want = step(wrapped, wrapped.experts())
-    assert all(torch.equal(got[what][:END], want[what][:END]) for what in want)
+    assert all(torch.equal(got[what], want[what]) for what in want)
+
+
+@needs_torchao
+def test_a_concatenation_has_no_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's gate_up_impl "fused" multiplies by gate and up in one, which torch then does: the page says so."""
+    case = trainer("deepspeed fused", monkeypatch)
+    activation_in_torch(case, monkeypatch)
+    seen: list[type] = []
+    grouped = torch._grouped_mm
+    monkeypatch.setattr(torch, "_grouped_mm", lambda a, b, offs: seen.append(type(b)) or grouped(a, b, offs=offs))
+    x, prob, _ = inputs(160)
+    case.call(converted(case), x, prob)
+    assert [kind.__name__ for kind in seen] == ["Tensor", "PadlessWeight"]
+    assert '"fused"' in (ROOT / "docs/trainers.md").read_text()
 
 
 @needs_torchao

@@ -96,19 +96,23 @@ def trainer(name: str, patch: pytest.MonkeyPatch) -> Trainer:
 
 
 def _names_around_prime_rl(patch: pytest.MonkeyPatch) -> None:
-    """What its experts' file imports of packages that are not theirs: a decorator that pads groups of DTensors."""
-    if find_spec("prime_rl") is None:
+    """Of what its experts' file imports: a decorator that pads groups of DTensors, one type, none of its models."""
+    spec = find_spec("prime_rl")
+    if spec is None or PLACES["prime_rl"] in sys.modules:
         return
-    decorator, configs = ModuleType("torchtitan.distributed.expert_parallel"), ModuleType("prime_rl.configs.trainer")
-    decorator.expert_parallel = lambda function: function  # type: ignore[attr-defined]
-    configs.EPCommBackend = str  # type: ignore[attr-defined]
-    for module in (decorator, configs):
-        for parent in (module.__name__.split(".")[0], module.__name__.rpartition(".")[0]):
-            if parent != "prime_rl" and parent not in sys.modules:
-                bare = ModuleType(parent)
-                bare.__path__ = []
-                patch.setitem(sys.modules, parent, bare)
-        patch.setitem(sys.modules, module.__name__, module)
+    places = [f"{root}/trainer/models" for root in spec.submodule_search_locations or ()]
+    contents: dict[str, dict[str, Any]] = {
+        "torchtitan": {"__path__": []},
+        "torchtitan.distributed": {"__path__": []},
+        "torchtitan.distributed.expert_parallel": {"expert_parallel": lambda function: function},
+        "prime_rl.trainer.models": {"__path__": places},
+        "prime_rl.configs": {"__path__": []},
+        "prime_rl.configs.trainer": {"EPCommBackend": str},
+    }
+    for name, names in contents.items():
+        module = ModuleType(name)
+        module.__dict__.update(names)
+        patch.setitem(sys.modules, name, module)
 
 
 # --- stand-ins -------------------------------------------------------------------------------------------
@@ -149,6 +153,16 @@ def _deepspeed_function(
     limit: float = 7.0,
 ) -> Any:  # fmt: skip
     return _three_products(w1, w2, w3, x, num_tokens_per_expert)
+
+
+def _deepspeed_fused_function(
+    w1: Any, w2: Any, w3: Any, x: Any, num_tokens_per_expert: Any, activation: str = "swiglu", alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Any:  # fmt: skip
+    offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    w13 = torch.cat((w1.to(x.dtype), w3.to(x.dtype)), dim=1)
+    gate, up = torch._grouped_mm(x, w13.transpose(-2, -1), offs=offs).chunk(2, dim=-1)
+    return torch._grouped_mm(silu(gate) * up, w2.to(x.dtype).transpose(-2, -1), offs=offs)
 
 
 class _DeepSpeed(_Separate):
@@ -205,7 +219,7 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "deepspeed": {
         "GroupedExperts": _DeepSpeed,
         "_run_experts_grouped_mm": _deepspeed_function,
-        "_run_experts_grouped_mm_fused_gate_up": _deepspeed_function,
+        "_run_experts_grouped_mm_fused_gate_up": _deepspeed_fused_function,
     },
     "nemo_automodel": {
         "GroupedExperts": _Automodel,
