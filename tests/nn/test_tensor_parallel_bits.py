@@ -1,8 +1,8 @@
 """Experts cut along their intermediate columns, as tensor parallelism does: which bits stay, and which cannot.
 
-What would convince: with parts of whole blocks every rank's weight gradients are slices of one process', bit for bit, and
-parts that cut a block are seen; outputs are sums of rounded parts, which differ from the whole's and stay near; columns
-of a product do not depend on the columns next to them, so that gathering the activation keeps all bits.
+What would convince: with parts of whole blocks every rank's weight gradients are slices of one process', bit for bit,
+and parts that cut a block are seen; outputs are sums of rounded parts, which differ from the whole's and stay near;
+columns of a product do not depend on those next to them, so that gathering the activation keeps all bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from padless.formats import BlockScaledFormat
 from padless.nn import experts_of_rows
 from support.training_layer import sqnr
 
-COUNTS, H, I = [0, 1, 33, 14], 96, 256
+COUNTS, H, INNER = [0, 1, 33, 14], 96, 256
 OFFS = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
 Step = dict[str, torch.Tensor]
 
@@ -27,7 +27,7 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 
 
 X, DOUT, PROB = drawn(sum(COUNTS), H, seed=1), drawn(sum(COUNTS), H, seed=2), drawn(sum(COUNTS), seed=3).abs().float()
-W13, W2 = drawn(len(COUNTS), 2 * I, H, seed=4) / H**0.5, drawn(len(COUNTS), H, I, seed=5) / I**0.5
+W13, W2 = drawn(len(COUNTS), 2 * INNER, H, seed=4) / H**0.5, drawn(len(COUNTS), H, INNER, seed=5) / INNER**0.5
 
 
 @cache
@@ -35,7 +35,12 @@ def step(start: int, end: int, recipe: str) -> Step:
     """A rank's step: these intermediate columns of gate, of up and of the second weight."""
     columns = slice(start, end)
     gate, up = W13.chunk(2, dim=1)
-    leaves = {"x": X, "w13": torch.cat((gate[:, columns], up[:, columns]), dim=1), "w2": W2[:, :, columns], "prob": PROB}
+    leaves = {
+        "x": X,
+        "w13": torch.cat((gate[:, columns], up[:, columns]), dim=1),
+        "w2": W2[:, :, columns],
+        "prob": PROB,
+    }
     leaves = {name: t.clone().requires_grad_() for name, t in leaves.items()}
     out = experts_of_rows(leaves["x"], OFFS, leaves["w13"], leaves["w2"], leaves["prob"], recipe)
     out.backward(DOUT)
@@ -44,8 +49,8 @@ def step(start: int, end: int, recipe: str) -> Step:
 
 def of_ranks(ranks: int, recipe: str) -> tuple[Step, Step]:
     """(one process, ranks): the ranks' weight gradients put together, outputs and gradients of x added in float32."""
-    width = I // ranks
-    whole, parts = step(0, I, recipe), [step(r * width, (r + 1) * width, recipe) for r in range(ranks)]
+    width = INNER // ranks
+    whole, parts = step(0, INNER, recipe), [step(r * width, (r + 1) * width, recipe) for r in range(ranks)]
     gates, ups = zip(*(part["w13"].chunk(2, dim=1) for part in parts), strict=True)
     together = {"w13": torch.cat((*gates, *ups), dim=1), "w2": torch.cat([part["w2"] for part in parts], dim=2)}
     for name in ("out", "x", "prob"):
