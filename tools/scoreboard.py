@@ -96,7 +96,7 @@ def run_case(case: str) -> int:
 
     folder = str(Path(case.partition("::")[0]).parent)
     sys.path.insert(0, folder)  # where files that a file imports lie
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder]
+    options = ["-q", "-s", "-x", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder]
     return int(pytest.main([*options, case], plugins=[Smallest()]))
 
 
