@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--only", default="", help="a regular expression of 'family program chip'")
-    parser.add_argument("--again", action="store_true", help="run those that have a row, too")
+    parser.add_argument("--again", action="store_true", help="run those that have a row and did not crash, too")
     parser.add_argument("--page", action="store_true")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -236,7 +236,11 @@ def main() -> None:
     if RECORD.exists():
         record = json.loads(RECORD.read_text())
     for family, name, chip, command in () if arguments.page else listed(families, arguments.peers.resolve()):
-        known = [row for row in record["rows"] if (row["family"], row["program"], row["chip"]) == (family, name, chip)]
+        known = [
+            row
+            for row in record["rows"]
+            if (row["family"], row["program"], row["chip"]) == (family, name, chip) and row["verdict"] != "crash"
+        ]
         if (known and not arguments.again) or not re.search(arguments.only, f"{family} {name} {chip}"):
             continue
         folder = arguments.peers.resolve() / families[family].get("in", families[family]["folder"])

@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -100,12 +100,16 @@ class HostCode:
         self._functions.append(function)
         return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
+    def other(self, name: str) -> Callable[..., int] | None:
+        """What answers to a function that has no method here, None where nothing does."""
+        return None
+
     def failed(self, name: str, error: Exception) -> None:
         """A call that raised; the host code gets an error code."""
         raise NotImplementedError
 
     def _call(self, name: str, arguments: tuple[int, ...]) -> int:
-        method = getattr(self, f"on{name}" if name.startswith("_") else f"on_{name}", None)
+        method = getattr(self, f"on{name}" if name.startswith("_") else f"on_{name}", None) or self.other(name)
         try:
             if method is None:
                 raise NotImplementedError(f"the host code calls {name}, which has no stand-in")
@@ -155,12 +159,16 @@ class ProgramCode(HostCode):
 
     modules: what was loaded of the PTX that its compiler left, newest first. run: runs a function with grid, block,
     cluster, bytes of shared memory, the parameters' values and whether the launch is programmatic. refuse: is given
-    sentences about what could not be done.
+    sentences about what could not be done. driver: the driver's functions by name, as `Driver.table` has them.
     """
 
     modules: Sequence[Any]
     run: Callable[..., int]
     refuse: Callable[[str], None]
+    driver: Mapping[str, tuple[str, Callable[..., int]]]
+
+    def other(self, name: str) -> Callable[..., int] | None:
+        return self.driver[name[1:]][1] if name[1:] in self.driver else None
 
     def failed(self, name: str, error: Exception) -> None:
         self.refuse(f"{name}: {type(error).__name__}: {error}")
@@ -182,10 +190,10 @@ class CuteDsl:
 
     def __init__(
         self, folder: Path, chip: Any, load: Callable[[str], Any], run: Callable[..., int],
-        refuse: Callable[[str], None], say: Callable[[str], None],
+        refuse: Callable[[str], None], say: Callable[[str], None], driver: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.folder, self.chip, self.load, self.run = folder, chip, load, run
-        self.refuse, self.say = refuse, say
+        self.refuse, self.say, self.driver = refuse, say, driver
         self.modules: list[Any] = []
         self.kept: list[ProgramCode] = []
         folder.mkdir(exist_ok=True)
@@ -212,7 +220,7 @@ class CuteDsl:
             path.unlink()
             if made is not None:
                 self.modules.insert(0, made)
-        code = ProgramCode(list(self.modules), self.run, self.refuse, num_sms=self.chip.num_sms)
+        code = ProgramCode(list(self.modules), self.run, self.refuse, self.driver, num_sms=self.chip.num_sms)
         self.kept.append(code)
         with module.context:
             return ir.Module.parse(with_driver(str(module), code.address_of))

@@ -174,7 +174,7 @@ def install(
     driver.address_of = library.address
     session = Session(driver, library, clock, shown=reports)
     private_folders(library.folder)
-    cute = CuteDsl(library.folder / "cute", described, loader.make_module, launch, refuse, say)
+    cute = CuteDsl(library.folder / "cute", described, loader.make_module, launch, refuse, say, driver.table())
     Changes(
         {
             **cute.changes(),

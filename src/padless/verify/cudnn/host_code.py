@@ -13,8 +13,7 @@ import torch
 
 from padless.emulator import Emulator
 from padless.emulator.program.cute_dsl import HostCode, LaunchShape
-
-_CUDA_DEVICE = 2  # DLDeviceType
+from padless.emulator.program.dlpack import CUDA, on_gpu
 
 
 def read_parameters(address: int, sizes: Sequence[int]) -> list[bytes]:
@@ -68,16 +67,7 @@ class OnDevice:
         self.tensor, self.ndim = tensor, tensor.ndim
 
     def __dlpack__(self, **options: Any) -> Any:
-        capsule = self.tensor.__dlpack__(**{k: v for k, v in options.items() if k == "max_version"})
-        api = ctypes.pythonapi
-        name_of, pointer_of = api.PyCapsule_GetName, api.PyCapsule_GetPointer
-        name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
-        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        name = name_of(capsule)
-        # DLManagedTensorVersioned has four fields of eight bytes ahead of the tensor; in which data comes first.
-        ahead = 32 if name == b"dltensor_versioned" else 0
-        ctypes.c_int32.from_address(pointer_of(capsule, name) + ahead + 8).value = _CUDA_DEVICE
-        return capsule
+        return on_gpu(self.tensor.__dlpack__(**{k: v for k, v in options.items() if k == "max_version"}))
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CUDA_DEVICE, 0
+        return CUDA, 0
