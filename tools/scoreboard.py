@@ -104,7 +104,7 @@ def listed(families: dict[str, Any], peers: Path) -> Iterator[tuple[str, str, st
     """(family, program, chip, command behind Python) of every program of the list."""
     emulate = ["-m", "padless.emulator", "--reports", "0", "--chip"]
     for family, about in families.items():
-        folder = peers / about["folder"]
+        folder = (ROOT if about.get("ours") else peers) / about["folder"]
         for chip in CHIPS:
             if about.get("discover") and chip in about.get("chips", CHIPS):
                 for name, arguments in programs(folder):

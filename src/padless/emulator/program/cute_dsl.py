@@ -126,6 +126,10 @@ class HostCode:
     def on_cuda_dialect_unload_library_once(self, library: int) -> None:
         pass
 
+    def on_cuda_dialect_assert_success(self, code: int) -> None:
+        if code:
+            raise RuntimeError(f"the driver answered {code} to the host code")
+
     def on_cudaLibraryLoadData(self, library: int, *_: int) -> None:
         ctypes.c_void_p.from_address(library).value = 1
 
@@ -246,8 +250,8 @@ class CuteDsl:
         executor.CudaDialectJitModule.unload = lambda module: module.cuda_library.clear()
 
     def _hardware(self, hardware: Any) -> None:
-        def clusters(info: Any, size: int, stream: Any = None) -> int:
-            return max(self.chip.num_sms // size, 1)
+        def clusters(info: Any, cluster_size: int, stream: Any = None) -> int:
+            return max(self.chip.num_sms // cluster_size, 1)
 
         hardware.HardwareInfo.get_max_active_clusters = clusters
 
