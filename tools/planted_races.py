@@ -119,7 +119,7 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# Planted races of Triton's sanitizer tests",
         "",
-        f"`python tools/planted_races.py`, {record['day']}: the cases of {record['source']}, without its instrumentation.",
+        f"`python tools/planted_races.py`, {record['day']}: cases of {record['source']}, not instrumented.",
         "",
         f"Of {verdicts['found'] + verdicts['missed']} planted faults {verdicts['found']} are found; of "
         f"{verdicts['silent'] + verdicts['reported']} right kernels {verdicts['silent']} give no report that counts. "

@@ -119,7 +119,8 @@ def listed(families: dict[str, Any], peers: Path) -> Iterator[tuple[str, str, st
                 if "::" in name:
                     arguments = ["--case", str(folder / name), *arguments]
                 script = str(Path(__file__)) if "::" in name else str(folder / name)
-                yield family, name, chip, [*emulate, chip, "--program", script, *arguments]
+                named = line if about.get("ours") else name
+                yield family, named, chip, [*emulate, chip, "--program", script, *arguments]
 
 
 def judge(family: str, name: str, chip: str, command: list[str], seconds: float, folder: Path) -> Row | None:
