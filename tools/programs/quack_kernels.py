@@ -35,7 +35,7 @@ elif which == "cross_entropy":
         plain.cross_entropy(wide, target.cpu(), reduction="none"),
     )
 elif which == "topk":
-    from quack import topk
+    from quack.topk import topk
 
     found, wanted = topk(x, 8)[0], wide.topk(8, 1).values
 else:

@@ -204,6 +204,8 @@ class CuteDsl:
         major = chip.capability[0]
         os.environ |= {"CUTE_DSL_ARCH": f"sm_{10 * major}a", "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(folder)}
         os.environ |= {"CUTE_DSL_DISABLE_FILE_CACHING": "1", "CUTE_DSL_LINEINFO": "1"}
+        # What is compiled here holds addresses of this process: it must not be found by another.
+        os.environ |= {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
 
     def changes(self) -> dict[str, Callable[[ModuleType], None]]:
         """By module."""
