@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "measured" / "2026-11-28-planted-races.json"
-RIGHT = {"FAILURE": False, "MISSING_BAR": ("none", False), "MISSING_WAIT": False}
+RIGHT: dict[str, tuple[Any, ...]] = {"FAILURE": (False,), "MISSING_BAR": ("none", False), "MISSING_WAIT": (False,)}
 
 
 def cases(module: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -45,7 +45,7 @@ def cases(module: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
 def planted(name: str, given: dict[str, Any]) -> bool:
     """Whether the case has a fault."""
     for key, value in given.items():
-        if key in RIGHT and value in (RIGHT[key] if isinstance(RIGHT[key], tuple) else (RIGHT[key],)):
+        if value in RIGHT.get(key, ()):
             return False
     if given.get("OVERLAP") is False:
         return False

@@ -1,4 +1,4 @@
-"""The examination by planted races: a sceptic would ask whether a report that the right kernel has too counts as found."""
+"""Planted races: a sceptic would ask whether a report that the right kernel has too counts as found."""
 
 from __future__ import annotations
 

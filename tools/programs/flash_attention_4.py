@@ -14,7 +14,8 @@ torch.manual_seed(0)
 q, k, v = (torch.randn(1, 128, 1, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
 out = flash_attn_func(q, k, v, causal=causal)
 out = out[0] if isinstance(out, tuple) else out
-heads = [x.float().cpu().transpose(1, 2) for x in (q, k, v)]
-wanted = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2)
+queries, keys, values = (x.float().cpu().transpose(1, 2) for x in (q, k, v))
+attention = torch.nn.functional.scaled_dot_product_attention
+wanted = attention(queries, keys, values, is_causal=causal).transpose(1, 2)
 torch.testing.assert_close(out.float().cpu(), wanted, atol=2e-2, rtol=2e-2)
 print("right")

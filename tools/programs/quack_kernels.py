@@ -21,6 +21,7 @@ elif which == "rmsnorm_backward":
     found = rmsnorm_bwd(x, w, dout, rstd)[0]
     leaf = wide.clone().requires_grad_()
     plain.rms_norm(leaf, (256,), w.cpu(), 1e-6).backward(dout.float().cpu())
+    assert leaf.grad is not None
     wanted = leaf.grad
 elif which == "softmax":
     from quack import softmax

@@ -86,7 +86,7 @@ class HostCode:
     _functions: list[Any] = field(default_factory=list, init=False, repr=False)  # as long as the device lives
 
     def kernel(self, name: str) -> Any:
-        """What `launch` is given for a kernel of this name."""
+        """Look up what `launch` is given for a kernel of this name."""
         return name
 
     def launch(self, kernel: Any, shape: LaunchShape, parameters: int) -> int:
@@ -101,7 +101,7 @@ class HostCode:
         return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
     def other(self, name: str) -> Callable[..., int] | None:
-        """What answers to a function that has no method here, None where nothing does."""
+        """A stand-in for a function that has no method here, None where there is none."""
         return None
 
     def failed(self, name: str, error: Exception) -> None:

@@ -31,7 +31,6 @@ class Device(HostCode):
 
     seed: int = 0
     emulator: Emulator | None = None
-    kernels: list[str] = field(default_factory=list)
     launches: list[LaunchShape] = field(default_factory=list)
     reports: Counter[str] = field(default_factory=Counter)
     instructions: int = 0
