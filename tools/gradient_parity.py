@@ -5,8 +5,8 @@
 Trains a model of one layer in MXFP8 throughout. Every so many steps the same weights and the same batch get their
 gradients three more times: with weight gradients in bfloat16, with all products in bfloat16, and with each fault. The
 expert weights' gradients are compared expert by expert, added up over the steps: the error in dB, and the factor along
-the exact gradient. A loss at the end tells less: batches differ by as much as the gradients are, so that a fault of 15 dB
-is lost in the spread of seeds. Prints Markdown; fails where MXFP8 is not within its limits or a fault is.
+the exact gradient. A loss at the end tells less: batches differ by as much as the gradients are, so that a fault of 15
+dB is lost in the spread of seeds. Prints Markdown; fails where MXFP8 is not within its limits or a fault is.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Limits:
 
 
 # From the format, before anything was run. An e4m3 code is off by at most 1/16 of the value, evenly: 7.0e-4 of its
-# square on average over a binade, 31.5 dB; a product of two codes has twice that error, 28.5 dB, and a sum of products no
-# more. 2.5 dB are left for terms that cancel. Values are denser at the lower end of a step, which lengthens a product
+# square on average over a binade, 31.5 dB; a product of two codes has twice that error, 28.5 dB, and a sum of products
+# no more. 2.5 dB are left for terms that cancel. Values are denser at the lower end of a step, which lengthens a product
 # by 0.15%. The whole step has some six such products in a row, of which a gradient sees four: 22.5 dB, 1.5 dB left.
 LIMITS = {
     "weight gradients in bfloat16": (Recipe(MXFP8, MXFP8, BF16), Limits(26.0, 0.005)),
