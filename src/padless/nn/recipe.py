@@ -32,8 +32,8 @@ class Recipe:
         the forward product, and dy is rounded stochastically.
     wgrad: of dw = dy.T @ x, FP8_BLOCK, MXFP8, NVFP4 or torch.bfloat16. In FP8_BLOCK dy has a scale per feature and 128
         tokens of a group. In MXFP8 dy and x have one per feature and 32 tokens of a group; tensor cores of Blackwell
-        multiply the codes, elsewhere their values are multiplied in bfloat16, which has all of them. In NVFP4 both are
-        Hadamard-transformed along the tokens, and dy is rounded stochastically.
+        multiply the codes, elsewhere their values are multiplied in bfloat16, which has all of them. In NVFP4, too, with
+        one per feature and 16 tokens; both are Hadamard-transformed along the tokens, and dy is rounded stochastically.
     wgrad_mode: scales of x in an FP8_BLOCK wgrad: "1d2d", one per 128 features and 128 tokens; "1d1d", one per
         feature and 128 tokens.
     save: how `Experts` keep the values before their activation for the backward pass: "bf16"; "fp8", in FP8_BLOCK, half
@@ -101,7 +101,8 @@ RECIPES = {
     "fp8_compact": Recipe(save="fp8"),
     "fp8_1d1d": Recipe(wgrad_mode="1d1d"),
     "fp8_bf16_wgrad": Recipe(wgrad=torch.bfloat16),
-    "mxfp8": Recipe(MXFP8, MXFP8, torch.bfloat16),
+    "mxfp8": Recipe(MXFP8, MXFP8, MXFP8),
+    "mxfp8_bf16_wgrad": Recipe(MXFP8, MXFP8, torch.bfloat16),
     "nvfp4": Recipe(NVFP4, NVFP4, NVFP4),
     "bf16": Recipe(torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }
