@@ -132,7 +132,10 @@ def nvfp4_weight(weight: torch.Tensor, transposed: bool) -> tuple[BlockScaledTen
     """A weight (G, N, K) in NVFP4 with a scale per 16 x 16; with ``transposed`` also (G, K, N) of the same codes."""
     codes, scale, of_columns, column_scale, decode = call("nvfp4_weight", weight.contiguous(), transposed)
     made = quantized(codes, scale, decode, format=NVFP4)
-    return (made, quantized(of_columns, column_scale, decode, format=NVFP4)) if transposed else (made,)
+    if not transposed:
+        return (made,)
+    # A copy: Dynamo traces no function under autograd that is given a tensor twice.
+    return made, quantized(of_columns, column_scale, decode.clone(), format=NVFP4)
 
 
 def weight_and_transpose(weight: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:
