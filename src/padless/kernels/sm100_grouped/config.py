@@ -132,12 +132,25 @@ class Sm100GroupedConfig:
         """Rows of A that one copy brings."""
         if self.shortens_tiles:
             return self.column_step // self.cta_group
-        return self.token_rows // self.multicast
+        by_units = self.units if self.tokens_on_n and self.cta_group == 2 else 1
+        return self.token_rows // self.multicast // by_units
 
     @property
     def right_rows(self) -> int:
         """Rows of the right operand that one CTA loads."""
         return self.mma_n // self.cta_group
+
+    @property
+    def units(self) -> int:
+        """Products that a stage takes one after the other, each of as many of the tile's columns."""
+        return 2 if self.kind == "FP8_BLOCK" and self.mma_n > 128 else 1
+
+    @property
+    def weight_box(self) -> int:
+        """Rows of B that one copy brings, where they are neighbours."""
+        if self.tokens_on_n:
+            return 128
+        return self.right_rows // (self.units if self.cta_group == 2 else 1)
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
