@@ -71,8 +71,9 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
         const int boxes = columns_of(tile) / COLUMN_STEP, atoms = (columns_of(tile) + 127) / 128;
         const int own_rows = SHORT ? boxes * BOX : ROWS;
         const int to_next = APART ? to_up : UNIT_N;  // from a piece to the next
-        const int row = (IS_A ? tile.row : first_weight(tile)) +
-                        pair_rank() * (BY_UNITS ? ROWS / PIECES : APART ? to_up : own_rows);
+        const int row = (IS_A ? tile.row : first_weight(tile)) + pair_rank() * (BY_UNITS ? ROWS / PIECES
+                                                                                : APART  ? to_up
+                                                                                         : own_rows);
         const uint32_t bytes =
             SHORT ? own_rows * BLOCK_K + (LOADS_SCALES ? atoms * LEFT_SCALE_BYTES : 0) : BYTES;
         const int group = IS_A ? 0 : group_in_operands(tile);

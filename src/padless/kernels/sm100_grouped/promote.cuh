@@ -11,7 +11,8 @@
 
 constexpr int UNIT_CHUNKS = OWN_CHUNKS / UNITS;  // of a unit, that a warp promotes
 constexpr int UNIT_PART = UNIT_N / CTA_GROUP;    // columns of a unit that come from one CTA's rows
-static_assert(OWN_CHUNKS % UNITS == 0 && UNIT_CHUNKS <= 2, "parts of units, of which loads and sums fit in registers");
+static_assert(OWN_CHUNKS % UNITS == 0 && UNIT_CHUNKS <= 2,
+              "parts of units, of which loads and sums fit in registers");
 static_assert(!PROMOTES || ACCUMULATORS >= 3, "a unit is waited for while the two before are not given back");
 
 // Column, of the tile or of a unit, where chunk number `i` of a warpgroup begins.
@@ -97,8 +98,8 @@ struct Promotion {
                   static_cast<long long>(group_in_operands(tile)) * blocks * k_blocks;
 #pragma unroll
         for (int i = 0; i < WEIGHTS; ++i) {
-            const int in_tile = TOKENS_ON_N ? pair_rank() * LANE_ROWS
-                                            : own_column(promoter, i * (OWN_CHUNKS / WEIGHTS));
+            const int in_tile =
+                TOKENS_ON_N ? pair_rank() * LANE_ROWS : own_column(promoter, i * (OWN_CHUNKS / WEIGHTS));
             const bool is_up = GATE_AND_UP_APART && in_tile >= MMA_N / 2;
             const int row = first_weight(tile) + (is_up ? operands.n / 2 + in_tile - MMA_N / 2 : in_tile);
             weights_at[i] = (row / 128 < blocks ? row / 128 : blocks - 1) * k_blocks;

@@ -200,16 +200,15 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
             operands.global_a.of(group) * operands.global_b.of(group),
             HAS_ALPHA ? __ldg(outputs.alpha + group) : 1.0f,
             HAS_PROB && first + lane < tile.rows ? __ldg(outputs.prob + row + lane) : 1.0f};
-        const WarpTile t{
-            place,
-            factors,
-            outputs.bias + static_cast<long long>(group) * operands.n,
-            tensor_memory + sums * SECOND_ACCUMULATOR + (warp * 32 << 16),
-            row,
-            tile.rows - first,
-            GLU == GLU_NONE ? tile.column : tile.column / 2,
-            sums,
-            lane};
+        const WarpTile t{place,
+                         factors,
+                         outputs.bias + static_cast<long long>(group) * operands.n,
+                         tensor_memory + sums * SECOND_ACCUMULATOR + (warp * 32 << 16),
+                         row,
+                         tile.rows - first,
+                         GLU == GLU_NONE ? tile.column : tile.column / 2,
+                         sums,
+                         lane};
         float highest = 0.0f;
 
         await_sums(shared, accumulator);

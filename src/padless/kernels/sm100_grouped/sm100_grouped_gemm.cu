@@ -23,7 +23,8 @@
 //
 // Roles, by warp. Clusters are persistent. * marks what only the even CTA of a pair does, ** the cluster's first CTA.
 //
-//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles **    8-11  gather scales
+//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles **    8-11  gather scales;
+//                                                              for FP8_BLOCK, which gathers none, 8-11 promote and store as 0-3
 //
 //      4, 5, 8-11                                    6                                     0-3
 //      ----------                                    -                                     ---
@@ -454,11 +455,11 @@ extern "C" __global__ void
 
     const bool stores = warp < NUM_STORE_WARPS || (PROMOTES && warp > SCHEDULE_WARP);
     // In either branch of its own: where they met, the compiler would have to do with the fewer registers.
-    if constexpr (PROMOTER_REGISTERS > 0) {
+    if constexpr (MOVES_REGISTERS) {
         if (!stores) setmaxnreg_dec<OTHER_REGISTERS>();
     }
     if (stores) {
-        if constexpr (PROMOTER_REGISTERS > 0) setmaxnreg_inc<PROMOTER_REGISTERS>();
+        if constexpr (MOVES_REGISTERS) setmaxnreg_inc<PROMOTER_REGISTERS>();
         store_tiles(shared, problem, tensor_memory, PROMOTES && warp > SCHEDULE_WARP ? warp / 4 - 1 : 0,
                     warp % 4, lane);
     } else if (warp == LOAD_A_WARP) {

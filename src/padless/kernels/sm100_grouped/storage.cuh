@@ -66,9 +66,9 @@ constexpr int NUM_STORE_WARPS = 4;  // of a warpgroup
 constexpr int PROMOTERS = !PROMOTES || MMA_N == 32 ? 1 : 2;
 constexpr int NUM_THREADS = 32 * (4 + NUM_STORE_WARPS * PROMOTERS + NUM_GATHER_WARPS);
 constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
-// Registers of a thread of those, and of the other four warps, where sums and loaded products need more than all get.
-constexpr int PROMOTER_REGISTERS = MMA_N == 256 ? 240 : PROMOTERS == 2 ? 232 : 0, OTHER_REGISTERS = MMA_N == 256 ? 24 : 40;
-
+// Registers of a thread of two such warpgroups, and of the other four warps: sums and loaded products need more than all get.
+constexpr bool MOVES_REGISTERS = PROMOTERS > 1;
+constexpr int PROMOTER_REGISTERS = MMA_N == 256 ? 240 : 232, OTHER_REGISTERS = MMA_N == 256 ? 24 : 40;
 // Bytes that the two producers bring to a stage of a CTA.
 constexpr int LEFT_LOADED = LEFT_BYTES / (PADDED_B && TOKENS_ON_N ? 2 : 1) +
                             ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
