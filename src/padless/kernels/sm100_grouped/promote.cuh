@@ -11,7 +11,7 @@
 
 constexpr int UNIT_CHUNKS = OWN_CHUNKS / UNITS;  // of a unit, that a warp promotes
 constexpr int UNIT_PART = UNIT_N / CTA_GROUP;    // columns of a unit that come from one CTA's rows
-static_assert(OWN_CHUNKS % UNITS == 0 && UNIT_CHUNKS <= 2,
+static_assert(!PROMOTES || (OWN_CHUNKS % UNITS == 0 && UNIT_CHUNKS <= 2),
               "parts of units, of which loads and sums fit in registers");
 static_assert(!PROMOTES || ACCUMULATORS >= 3, "a unit is waited for while the two before are not given back");
 

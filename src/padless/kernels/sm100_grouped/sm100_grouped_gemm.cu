@@ -461,7 +461,7 @@ extern "C" __global__ void
     if (stores) {
         if constexpr (MOVES_REGISTERS) setmaxnreg_inc<PROMOTER_REGISTERS>();
         store_tiles(shared, problem, tensor_memory, PROMOTES && warp > SCHEDULE_WARP ? warp / 4 - 1 : 0,
-                    warp % 4, lane);
+                    PROMOTES ? warp % 4 : warp, lane);
     } else if (warp == LOAD_A_WARP) {
         if (elect_one()) load_operand<true>(shared, problem);
     } else if (warp == LOAD_B_WARP) {
