@@ -146,7 +146,6 @@ MAIN, LOAD, STORAGE, PROMOTE = (
 )
 WAIT_DONE = "mbarrier_wait(done + at.stage * 8, at.phase);"
 GIVE = "give_back_unit(read);"
-MEET = "tcgen05_fence_before_thread_sync(); bar_sync(2, 32 * NUM_STORE_WARPS * PROMOTERS);"
 WIDE = CONFIGS["pair 256x256"]
 FEW = CONFIGS["64 tokens"]
 # name: edit, kinds of report (none: wrong values), tile
@@ -168,7 +167,7 @@ BUGS: dict[str, tuple[Edit, tuple[str, ...], C]] = {
         ("missing-tcgen05-fence",), C(),
     ),
     "no fence before drained": (
-        (PROMOTE, "tcgen05_fence_before_thread_sync(); __syncwarp(); if (lane == 0) arrive", "__syncwarp(); if (lane == 0) arrive"),
+        (PROMOTE, "tcgen05_fence_before_thread_sync(); __syncwarp(); if (lane", "__syncwarp(); if (lane"),
         ("missing-tcgen05-fence",), C(),
     ),
     "sums never given back": ((PROMOTE, GIVE, ""), ("deadlock",), C()),
@@ -193,7 +192,9 @@ BUGS: dict[str, tuple[Edit, tuple[str, ...], C]] = {
     "loads not waited for": ((PROMOTE, "tcgen05_wait_ld();", ""), ("register-in-flight",), C()),
     "sums not waited for": ((PROMOTE, "tcgen05_wait_st();", ""), ("race", "register-in-flight"), C()),
     "128 of K added to those before": ((PROMOTE, "SHAPE, step > 0", "SHAPE, kb + step > 0"), (), C()),
-    "scales of the block before": ((PROMOTE, "now.load(promotion, kb);", "now.load(promotion, kb - (kb > 0));"), (), WIDE),
+    "scales of the block before": (
+        (PROMOTE, "now.load(promotion, kb);", "now.load(promotion, kb - (kb > 0));"), (), WIDE,
+    ),
     "scales a block late": ((PROMOTE, "after.load(promotion, kb + 1);", "after.load(promotion, kb);"), (), C()),
     "weights' scales of the first 128 columns": (
         (PROMOTE, "now.weights[i / (OWN_CHUNKS / Promotion::WEIGHTS)]", "now.weights[0]"), (), WIDE,
