@@ -1,4 +1,4 @@
-"""Which kernels have changed since a record of docs/measured was made: the page's table, and the hashes behind it.
+"""Kernels that have changed since a record of docs/measured was made: the page's table, and the hashes behind it.
 
     python tools/measured_kernels.py    # into kernels.json: hashes for records without any, from their commits
 
