@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from padless.verify.checks import Check, run_small
-from padless.verify.fuzz import product_lines
+from padless.verify.checks import Check
+from padless.verify.fuzz import epilogue_lines, product_lines
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options, Problem
 from padless.verify.fuzz.subjects import SUBJECTS
@@ -42,6 +42,10 @@ def _small(call: str, arch: str) -> Iterator[Options]:
 
 
 PRODUCTS: dict[str, Check] = {name: check_of(*found) for name, found in product_lines.CHECKS.items()}
+EPILOGUES: dict[str, Check] = {
+    name: check_of("grouped_gemm_epilogue", lines) for name, lines in epilogue_lines.CHECKS.items()
+}
 
 if __name__ == "__main__":
-    run_small(small_of(*sys.argv[1:]))
+    print(small_of(*sys.argv[1:])())
+    print("small problems done")

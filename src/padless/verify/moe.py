@@ -15,11 +15,10 @@ from padless.kernels.table import kernels_arch
 from padless.moe import moe, ops, route
 from padless.runtime.driver import cuda_driver
 from padless.testing.bits import same_bits
-from padless.verify import epilogue
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Options
 from padless.verify.fuzz.whole_layer import GPT_OSS, Layer, cases_of, edge_lines, line_of
-from padless.verify.lines import check_of, triton_check_of
+from padless.verify.lines import EPILOGUES, check_of, triton_check_of
 
 DEVICE = "cuda"
 DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
@@ -148,7 +147,7 @@ PASSES: dict[str, Callable[[], str]] = {
 CHECKS: dict[str, Callable[[], str]] = {
     **PASSES,
     "operators of the MoE layer": check_operators,
-    "gated epilogues": epilogue.GATES,
+    "gated epilogues": EPILOGUES["gated epilogues"],
     "MoE layer": check_of("moe.moe"),
     "MoE layer at edges": check_of("moe.moe", edge_lines),
     "decoding by the MoE layer": check_decode,

@@ -10,6 +10,7 @@ from padless.verify.fuzz import (
     adapted_layers,
     adapters,
     decode,
+    epilogue_lines,
     epilogues,
     kinds,
     layers,
@@ -26,6 +27,7 @@ from padless.verify.fuzz.states.subjects import STATES
 _QUANT = partial(epilogues.constants, (None,))
 _SWIGLU = partial(epilogues.constants, ("interleaved", "concatenated"))
 _EPILOGUE = partial(epilogues.constants, (None, "interleaved", "concatenated"))
+_BY_CUDNN = partial(epilogues.rest, ("near", "changes"))
 
 SUBJECTS: dict[str, Subject] = {
     "grouped_gemm": Subject(
@@ -59,9 +61,17 @@ SUBJECTS: dict[str, Subject] = {
     "scaled_grouped_mm": Subject(
         products.torch_constants, products.torch_rest, products.judge_scaled_grouped_mm, 5, 1, ("reference", "sm_90a")
     ),
-    "grouped_gemm_quant": Subject(_QUANT, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
-    "grouped_gemm_swiglu_quant": Subject(_SWIGLU, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
-    "grouped_gemm_epilogue": Subject(_EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True),
+    "grouped_gemm_quant": Subject(_QUANT, _BY_CUDNN, epilogues.judge_epilogue, 7, 3, emulated=True),
+    "grouped_gemm_swiglu_quant": Subject(_SWIGLU, _BY_CUDNN, epilogues.judge_epilogue, 7, 3, emulated=True),
+    "grouped_gemm_epilogue": Subject(
+        _EPILOGUE,
+        partial(epilogues.rest, ("near",)),
+        epilogues.judge_epilogue,
+        7,
+        3,
+        emulated=True,
+        lines=epilogue_lines.small,
+    ),
     "quantize": Subject(
         quantizers.constants,
         quantizers.rest,
