@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from measured_kernels import kernels_section
 from measured_layers import decoding_section, ep_section, layer_section, model_section, train_section, wgrad_section
 from measured_markdown import paragraph
 from measured_overview import FIGURE, draw, figure_differs, overview
@@ -61,7 +62,7 @@ EVERY_KIND = (*SECTIONS, CHECKS, FUZZ)
 def measured_block(folder: Path) -> str:
     """The text between the marks of docs/measured/README.md, of the records in a folder; links are from the root."""
     found = {kind: record for kind in SECTIONS if (record := measured(folder, kind)) is not None}
-    parts = [machine(list(found.values()))] if found else []
+    parts = [machine(list(found.values())), *kernels_section(folder)] if found else []
     for kind, record in found.items():
         parts += SECTIONS[kind](record)
     verify = newest(folder, "verify.json")

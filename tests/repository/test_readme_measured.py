@@ -93,6 +93,22 @@ def test_readme_says_what_the_records_say(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_training_pages_quote_the_newest_steps():
+    """Codes made in a step, the default, and codes kept, of the first two points, DeepSeek-V3's."""
+    table, page = ((tool.ROOT / f"docs/{name}.md").read_text() for name in ("training_measured", "training"))
+    times = [
+        {name: timing["us"] for name, timing in step["gpu"].items()} for step in measured(RECORDS, "train").points[:2]
+    ]
+    for name, sentence in {
+        "padless fp8": "step is {:.2f} times as fast as torch's in bf16 with 8 experts and {:.2f} times with 32",
+        "padless fp8, codes kept": "codes is {:.2f} and {:.2f} times as fast",
+    }.items():
+        ratios = [us["torch bf16"] / us[name] for us in times]
+        assert sentence.format(*ratios) in page
+        for us, ratio in zip(times, ratios, strict=True):
+            assert f"| {us[name]:.0f}, {ratio:.2f}x |" in table, name
+
+
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A tree with pages of its own and the records."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -168,9 +168,10 @@ def entry_of(source: str) -> str:
     return entry
 
 
-def _used_sources(source: str) -> list[str]:
+def _used_sources(source: str, texts: Mapping[str, str] | None = None) -> list[str]:
     """Name and text of ``source`` and of every header that it includes, directly or through another."""
-    texts, used, waiting = sources(), dict[str, str](), [source]
+    texts = sources() if texts is None else texts
+    used, waiting = dict[str, str](), [source]
     while waiting:
         name = waiting.pop()
         if name in used:
@@ -180,6 +181,19 @@ def _used_sources(source: str) -> list[str]:
             beside = str(Path(name).parent / included)
             waiting.append(included if included in texts else beside)
     return [part for item in sorted(used.items()) for part in item]
+
+
+def source_digests(texts: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A hash of each kernel's sources without comments and layout, by the kernel's name, for records.
+
+    texts: device source files by their path under ``kernels/``, those of this package where none are given.
+    """
+    texts = sources() if texts is None else texts
+    digests = {}
+    for source in sorted(name for name in texts if name.endswith(".cu")):
+        code = re.sub(r"//[^\n]*|/\*.*?\*/", "", "\n".join(_used_sources(source, texts)[1::2]), flags=re.DOTALL)
+        digests[Path(source).stem] = hashlib.sha256(" ".join(code.split()).encode()).hexdigest()[:12]
+    return digests
 
 
 def nvrtc_version() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from padless._version import __version__, package_version
+from padless.runtime.jit import source_digests
 
 PACKAGES = ("torch", "triton", "numpy", "cuda-bindings", "nvidia-cuda-nvrtc")
 _QUERY = {
@@ -50,13 +51,14 @@ def devices() -> list[dict[str, Any]]:
 
 
 def describe() -> dict[str, Any]:
-    """Date, host software and GPU of a run, for its result file."""
+    """Date, host software, hashes of the kernels' sources and GPU of a run, for its result file."""
     facts: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: version for name, version in packages().items() if version is not None}
         | {"padless": __version__},
+        "kernels": source_digests(),
     }
     if torch.cuda.is_available():
         gpu = devices()[torch.cuda.current_device()]

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from padless.kernels.table import kernels_arch
 from padless.runtime.devices import backends
 from padless.runtime.driver import cuda_driver
+from padless.runtime.jit import source_digests
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import cpus, useful_workers, worker_pool
@@ -282,7 +283,7 @@ def about_the_machine() -> dict[str, str]:
 def write_records(out: Path, records: list[Record], about: dict[str, str]) -> None:
     """Writes verify.json and verify.md. about: what to say of the machine and of the run, by name."""
     out.mkdir(parents=True, exist_ok=True)
-    content = {"machine": about, "checks": [asdict(record) for record in records]}
+    content = {"machine": about, "kernels": source_digests(), "checks": [asdict(record) for record in records]}
     (out / "verify.json").write_text(json.dumps(content, indent=1) + "\n")
     lines = ["# padless verify", "", *(f"- {k}: {v}" for k, v in about.items()), ""]
     lines += ["| check | result | detail | seconds |", "|---|---|---|---|"]

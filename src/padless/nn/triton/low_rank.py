@@ -95,7 +95,7 @@ def _launches(
             "HARDWARE": hardware,
             "enable_fp_fusion": False,
         }
-        found.append((some + some[:1] * (FACTORS - len(some)), counts, options | {"enable_fp_fusion": False}))
+        found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
     return found
 
 

@@ -1,0 +1,57 @@
+"""Which kernels have changed since a record was made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import measured_kernels as tool
+from padless.runtime import jit
+
+SOURCES = {"a/a.cu": '#include "b.cuh"\nint a;', "a/b.cuh": "int b;  // why", "c/c.cu": "int c;"}
+
+
+def test_a_hash_is_of_code_and_its_headers_not_of_comments() -> None:
+    before = jit.source_digests(SOURCES)
+    assert before.keys() == {"a", "c"}
+    assert jit.source_digests(SOURCES | {"a/b.cuh": "/* because */\nint  b;"}) == before
+    changed = jit.source_digests(SOURCES | {"a/b.cuh": "int d;"})
+    assert changed["a"] != before["a"]
+    assert changed["c"] == before["c"]
+
+
+def test_every_kernel_is_hashed_and_every_measured_one_is_known() -> None:
+    now = jit.source_digests()
+    assert len(now) == len(list(jit.KERNELS.rglob("*.cu")))
+    assert {name for kernels in tool.KERNELS.values() for name in kernels} <= now.keys()
+    assert all(len(set(kernels)) == len(kernels) for kernels in tool.KERNELS.values())
+
+
+@pytest.mark.parametrize("kind", ["wgrad.jsonl", "verify.json"])
+def test_a_kernel_that_changed_or_was_not_there_yet_is_named(tmp_path: Path, kind: str) -> None:
+    now = jit.source_digests()
+    then = {name: hash for name, hash in now.items() if name != "sm90_bf16_wgrad"} | {"sm90_fp8_wgrad": "0"}
+    record = tmp_path / f"2031-02-03-h200-{kind}"
+    inside = (
+        {"kernels": then, "checks": []} if kind == "verify.json" else {"kind": "session", "machine": {"kernels": then}}
+    )
+    record.write_text(json.dumps(inside) + "\n")
+    assert set(tool.changed_since(tmp_path)[record.name]) == {"sm90_fp8_wgrad", "sm90_bf16_wgrad"}
+    text = "\n".join(tool.kernels_section(tmp_path))
+    assert f"| [{record.name}]({tool.FOLDER}/{record.name}) | " in text
+
+    record.write_text(json.dumps({"kind": "session", "machine": {}}) + "\n")
+    assert set(tool.changed_since(tmp_path)[record.name]) == set(tool.KERNELS[kind]), "nothing is known of it"
+    (tmp_path / tool.OF_COMMITS).write_text(json.dumps({record.name: now}))
+    assert tool.changed_since(tmp_path)[record.name] == []
+    assert "All kernels are still those of" in tool.kernels_section(tmp_path)[0]
+
+
+def test_records_without_hashes_have_those_of_their_commit() -> None:
+    folder = tool.ROOT / tool.FOLDER
+    of_commits = json.loads((folder / tool.OF_COMMITS).read_text())
+    newest = [path for kind in tool.KERNELS if (path := tool.newest(folder, kind)) is not None]
+    assert newest
+    assert {path.name for path in newest if tool.hashes_in(path) is None} <= of_commits.keys(), "run the tool"

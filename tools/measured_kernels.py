@@ -1,0 +1,116 @@
+"""Which kernels have changed since a record of docs/measured was made: the page's table, and the hashes behind it.
+
+    python tools/measured_kernels.py    # into kernels.json: hashes for records without any, from their commits
+
+Records hold a hash of each kernel's sources, without comments (`padless.runtime.jit.source_digests`). Older ones hold
+none, and get those of the tree in which they were committed.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+from measured_markdown import listed
+from measured_records import FOLDER, newest
+from padless.runtime.jit import source_digests
+
+ROOT = Path(__file__).parents[1]
+OF_COMMITS = "kernels.json"  # {record: {kernel: hash}} of records that hold none
+_PLAIN, _WGRAD = ("sm90_bf16_plain_grouped_gemm",), ("sm90_fp8_wgrad", "sm90_bf16_wgrad")
+_FP8 = ("sm90_fp8_grouped_gemm", "sm90_fp8_few_grouped_gemm")
+_DECODE = (*_FP8, "sm90_bf16_grouped_gemm", "sm90_moe_decode", "sm90_moe_decode_fp4")
+_STEP = (*_FP8, *_PLAIN, *_WGRAD, "sm90_rows_columns", "sm90_swiglu_backward")
+_HOPPER = (*_DECODE, "sm90_mxfp8_grouped_gemm", *_STEP[len(_FP8) :])
+# The kernels that a kind of record measures, by the end of its file's name; none: Triton's alone.
+KERNELS: dict[str, tuple[str, ...]] = {
+    "layer.jsonl": (*_FP8, "sm90_bf16_grouped_gemm"),
+    "decoding.jsonl": _DECODE,
+    "model.jsonl": _FP8,
+    "train.jsonl": _STEP,
+    "pretrain.jsonl": _STEP,
+    "adapters.jsonl": (*_STEP, "sm90_bf16_grouped_gemm", "sm90_mxfp8_grouped_gemm"),
+    "ep.jsonl": _FP8,
+    "wgrad.jsonl": _WGRAD,
+    "paper-full.jsonl": _FP8,
+    "decode.jsonl": _FP8,
+    "dense.jsonl": _FP8,
+    "formats.jsonl": ("sm90_mxfp8_grouped_gemm", "sm90_bf16_grouped_gemm", *_FP8),
+    "epilogue.jsonl": _FP8,
+    "picks.jsonl": (*_FP8, "sm90_bf16_grouped_gemm", "sm90_mxfp8_grouped_gemm", *_PLAIN, *_WGRAD),
+    "one-launch.json": ("sm90_moe_decode", "sm90_moe_decode_fp4"),
+    "verify.json": _HOPPER,
+    "ranks.json": _STEP,
+}
+
+
+def hashes_in(path: Path) -> dict[str, str] | None:
+    """Those that the record holds itself, of its first run that has some; None where there are none."""
+    text = path.read_text()
+    runs = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+    for run in runs:
+        for place in (run, run.get("machine", {})):
+            if isinstance(found := place.get("kernels"), dict):
+                return found
+    return None
+
+
+def changed_since(folder: Path, now: dict[str, str] | None = None) -> dict[str, list[str]]:
+    """The newest record of each kind in the folder, by its file's name, and the kernels that had other sources then."""
+    now = source_digests() if now is None else now
+    of_commits = json.loads((folder / OF_COMMITS).read_text()) if (folder / OF_COMMITS).exists() else {}
+    found = {}
+    for kind, kernels in KERNELS.items():
+        if (path := newest(folder, kind)) is not None:
+            then = hashes_in(path) or of_commits.get(path.name, {})
+            found[path.name] = [name for name in kernels if then.get(name) != now[name]]
+    return found
+
+
+def kernels_section(folder: Path) -> list[str]:
+    """The table between the marks of docs/measured/README.md."""
+    found = changed_since(folder)
+    if not found:
+        return []
+    old = {name: kernels for name, kernels in found.items() if kernels}
+    same = [f"[{name}]({FOLDER}/{name})" for name, kernels in found.items() if not kernels]
+    parts = [
+        "**Kernels that were changed after their record**, by hashes of their sources, or that the record did not have "
+        "yet: its figures are of the kernel as it was. "
+        + (f"All kernels are still those of {listed(same)}." if same else "")
+    ]
+    if old:
+        rows = [f"| [{name}]({FOLDER}/{name}) | {', '.join(kernels)} |" for name, kernels in old.items()]
+        parts.append("\n".join(["| record | changed since |", "| --- | --- |", *rows]))
+    return parts
+
+
+def at_commit(path: Path) -> dict[str, str]:
+    """Hashes of the kernels in the last commit that wrote the file."""
+
+    def git(*command: str) -> bytes:
+        return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, check=True).stdout
+
+    commit = git("log", "-1", "--format=%H", "--", str(path)).decode().strip()
+    kernels = "src/padless/kernels/"
+    with tarfile.open(fileobj=io.BytesIO(git("archive", commit, kernels))) as tree:
+        texts = {
+            member.name.removeprefix(kernels): tree.extractfile(member).read().decode()
+            for member in tree
+            if member.name.endswith((".cu", ".cuh"))
+        }
+    return source_digests(texts)
+
+
+def main() -> None:
+    folder = ROOT / FOLDER
+    paths = [path for kind in KERNELS if (path := newest(folder, kind)) is not None and hashes_in(path) is None]
+    found = {path.name: at_commit(path) for path in sorted(paths)}
+    (folder / OF_COMMITS).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
