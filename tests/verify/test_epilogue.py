@@ -25,7 +25,7 @@ from padless.verify.emulator import products as emulated
 from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz import epilogues
 from padless.verify.fuzz.epilogue_lines import CHECKS, GATE_UP, gated_lines, line, random_line, small
-from padless.verify.fuzz.epilogue_outputs import FENCE
+from padless.verify.fuzz.epilogue_outputs import GUARD
 from padless.verify.fuzz.epilogues import Fused
 from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import place_of
@@ -254,17 +254,17 @@ def stray(name: str) -> dict[str, str]:
 SWIGLU = {"near": "SwiGLU's float64", "bits": "the reference's values"}
 # Every property of the row finds the bug by itself; with none of them fences alone are looked at.
 BUGS: dict[str, Bug] = {
-    "one wrong code": Bug(stored("row_codes", FENCE + 3), of_element("row_codes")),
-    "one wrong scale": Bug(stored("row_scale", FENCE), of_element("row_scale"), is_in_tiles),
-    "one wrong column code": Bug(stored("column_codes", FENCE), of_element("column_codes"), lambda o: o["columns"]),
-    "one wrong value": Bug(stored("d", FENCE), of_element("d"), lambda o: o["format"] is None and not o["gate_up"]),
-    "one wrong amax": Bug(stored("amax", FENCE), of_element("amax"), lambda o: o["amax"] and o["sizes"][0] > 0),
+    "one wrong code": Bug(stored("row_codes", GUARD + 3), of_element("row_codes")),
+    "one wrong scale": Bug(stored("row_scale", GUARD), of_element("row_scale"), is_in_tiles),
+    "one wrong column code": Bug(stored("column_codes", GUARD), of_element("column_codes"), lambda o: o["columns"]),
+    "one wrong value": Bug(stored("d", GUARD), of_element("d"), lambda o: o["format"] is None and not o["gate_up"]),
+    "one wrong amax": Bug(stored("amax", GUARD), of_element("amax"), lambda o: o["amax"] and o["sizes"][0] > 0),
     "another NaN of amax": Bug(
         another_nan_of_amax, {"bits": ELEMENT["bits"].format("amax"), "changes": ELEMENT["changes"].format("amax")},
         lambda o: o["amax"] and o["special"] == "nan",
     ),
-    "a byte before": Bug(stored("row_codes", FENCE - 1), stray("row_codes")),
-    "a byte behind": Bug(stored("row_scale", -FENCE), stray("row_scale")),
+    "a byte before": Bug(stored("row_codes", GUARD - 1), stray("row_codes")),
+    "a byte behind": Bug(stored("row_scale", -GUARD), stray("row_scale")),
     "a row of no group": Bug(a_row_of_no_group, stray("row_codes"), lambda o: is_rows(o) and o["past"] > 0),
     "a byte in the gap between rows": Bug(in_the_gap, stray("row_codes")),
     "a tile without scales cleared": Bug(last_tile_cleared, stray("row_scale"), is_tiled),
@@ -318,7 +318,7 @@ def test_zeros_next_to_scales_and_values_as_near_as_exp_are_allowed(monkeypatch:
 @pytest.mark.parametrize("name", ["d", "row_codes", "row_scale"])
 def test_a_bit_of_a_gated_output_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [o for o in gated_lines("sm_90a") if (name == "d") == (o["format"] is None)][::2]
-    planted(lambda epilogue, t, valid: None if t.d is not None and t.d.dtype == torch.float32 else stored(name, FENCE)(
+    planted(lambda epilogue, t, valid: None if t.d is not None and t.d.dtype == torch.float32 else stored(name, GUARD)(
         epilogue, t, valid), monkeypatch)  # fmt: skip
     for o in lines:
         assert wrong_of(o) == {name, f"the definition's bits: {name}"}

@@ -27,9 +27,14 @@ def check_of(call: str, lines: product_lines.Lines | None = None) -> Check:
     return Check(partial(_judge, [(call, lines or SUBJECTS[call].lines)]), _PARTS)
 
 
-def triton_check_of(*calls: str) -> Check:
-    """All fixed problems of calls for which Triton compiles, while they run."""
-    return Check(partial(_judge, [(call, SUBJECTS[call].lines) for call in calls]), 0)
+def triton_check_of(*calls: str, formats: tuple[str | None, ...] = ()) -> Check:
+    """All fixed problems of calls for which Triton compiles, while they run; with formats those of these outputs."""
+    lines = [(call, partial(_of_formats, call, formats) if formats else SUBJECTS[call].lines) for call in calls]
+    return Check(partial(_judge, lines), 0)
+
+
+def _of_formats(call: str, formats: tuple[str | None, ...], arch: str) -> Iterator[Options]:
+    return (options for options in SUBJECTS[call].lines(arch) if options["format"] in formats)
 
 
 def small_of(*calls: str) -> Check:

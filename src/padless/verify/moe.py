@@ -137,11 +137,20 @@ def _answer(found: tuple[Any, ...]) -> tuple[Any, ...]:
     return found[1:]
 
 
+# Formats of activations, whose kernels take Triton longest: each part is a process's.
+ACTIVATED: dict[str, tuple[str | None, ...]] = {
+    "": (None, "FP8_BLOCK"),
+    " in MXFP8": ("MXFP8", "MXFP8_E5M2"),
+    " in FP4": ("MXFP4", "NVFP4"),
+}
 # By name; Triton compiles the passes while they run, so each is one check, in parallel with the others.
 PASSES: dict[str, Callable[[], str]] = {
     "routing of the MoE layer": triton_check_of("moe.route"),
     "gathers of the MoE layer": triton_check_of("moe.gather_quantize"),
-    "activations of the MoE layer": triton_check_of("moe.activate_quantize"),
+    **{
+        f"activations of the MoE layer{where}": triton_check_of("moe.activate_quantize", formats=formats)
+        for where, formats in ACTIVATED.items()
+    },
     "sums of the MoE layer": triton_check_of("moe.combine"),
 }
 CHECKS: dict[str, Callable[[], str]] = {

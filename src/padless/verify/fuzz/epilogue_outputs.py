@@ -16,7 +16,7 @@ from padless.ops.epilogue_run import with_outputs
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.place import Place
 
-FENCE = 4096  # bytes before and behind every output
+GUARD = 4096  # bytes before and behind every output
 _TILE_BYTES = 512  # of the 32x4x4 layout
 Parts = dict[str, torch.Tensor]
 
@@ -117,8 +117,8 @@ class Outputs:
             if name in ("d", "row_codes", "column_codes"):
                 stride = (t.shape[1] + gap // t.element_size(), 1)
                 size = t.shape[0] * stride[0] * t.element_size()
-            self._bytes[name] = _pattern(FENCE + size + FENCE, device)
-            inside = self._bytes[name][FENCE : FENCE + size].view(t.dtype)
+            self._bytes[name] = _pattern(GUARD + size + GUARD, device)
+            inside = self._bytes[name][GUARD : GUARD + size].view(t.dtype)
             self.tensors[name] = inside.as_strided(t.shape, stride, inside.storage_offset())
         if "amax" in self.tensors:
             self.tensors["amax"].fill_(-math.inf)
@@ -130,17 +130,17 @@ class Outputs:
     def strays(self, *, anywhere: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Outputs, each with a () bool tensor: whether bytes that are no element of it were written.
 
-        Zeros may be where a 32x4x4 tile also has scales. anywhere: all that is between the fences may be.
+        Zeros may be where a 32x4x4 tile also has scales. anywhere: all that is between the guards may be.
         """
         for name, stored in self._bytes.items():
             t, stray = self.tensors[name], stored != _pattern(stored.numel(), stored.device)
-            inside = stray[FENCE:-FENCE]
+            inside = stray[GUARD:-GUARD]
             places = torch.arange(inside.numel() // t.element_size(), device=t.device).as_strided(t.shape, t.stride())
             exists = torch.zeros(inside.numel() // t.element_size(), dtype=torch.bool, device=t.device)
             exists[self._layout.part(name, places).flatten()] = True
             if t.dim() == 1 and t.element_size() == 1:
                 tiles = exists.view(-1, _TILE_BYTES)
-                zeros = (stored[FENCE:-FENCE] == 0).view_as(tiles)
+                zeros = (stored[GUARD:-GUARD] == 0).view_as(tiles)
                 exists = (tiles | (tiles.any(1, keepdim=True) & zeros)).flatten()
             inside &= ~(exists.repeat_interleave(t.element_size()) | anywhere)
             yield name, stray.any()
