@@ -96,8 +96,7 @@ def bf16_configs(groups: int) -> set[bf16_config.Sm90Bf16Config]:
 def wgrad_configs(groups: int) -> set[WgradConfig]:
     problems = itertools.product(("1d1d", "1d2d"), DTYPES, (100, 600, 4000))
     return {
-        select_wgrad(WgradProblem(4096, 4096, tokens * groups, groups, mode, dtype))
-        for mode, dtype, tokens in problems
+        select_wgrad(WgradProblem(4096, 4096, tokens * groups, groups, mode, dtype)) for mode, dtype, tokens in problems
     }
 
 
@@ -160,7 +159,12 @@ def test_windows_of_scales_that_do_not_fit_are_refused() -> None:
 def test_outputs_that_do_not_fit_are_refused() -> None:
     everything = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", d_dtype=torch.float32)
     check_groups(1024, everything)
-    for fits in ({"d_dtype": torch.bfloat16}, {"d_dtype": None}, {"row_format": None}, {"activation": "swiglu_interleaved"}):
+    for fits in (
+        {"d_dtype": torch.bfloat16},
+        {"d_dtype": None},
+        {"row_format": None},
+        {"activation": "swiglu_interleaved"},
+    ):
         check_groups(4096, Epilogue(**{**vars(everything), **fits}))
     message = r"^b has 1025 groups, .* allowed: at most 1024 groups, d of 16 bits, or codes along one of the two$"
     with pytest.raises(ValueError, match=message):
