@@ -195,13 +195,13 @@ def tensor_maps(
     gate_and_up_apart: half of a tile's 256 columns come from either half of B, by copies of 128 rows.
     """
     a_rows = config.token_box
-    b_rows = 128 if config.tokens_on_n else config.right_rows
+    b_rows = config.weight_box
     atoms = {"NVFP4": 4, "MXFP4": 2}.get(config.kind, 1)
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)
     a_atoms = 1 if config.shortens_tiles else a_atoms
     if gate_and_up_apart:
-        b_rows, b_atoms = 128, 1
+        b_rows, b_atoms = min(b_rows, 128), 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)
     map_b = (padded_fp4 if config.b_e2m1 else tensor_map.operand)(b.data.view(torch.uint8), b_rows)
     return [
