@@ -1,4 +1,4 @@
-"""More groups than 1024, most of them empty, in every kernel that takes groups: what fits, and what the emulator computes."""
+"""More groups than 1024, most of them empty, in every kernel that takes groups: what fits, what the emulator computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 
 import padless
 from padless.emulator.fake_driver import emulated_driver
@@ -32,7 +33,6 @@ from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
 from padless.kernels.sm100_grouped import host as sm100_host
 from padless.kernels.sm100_grouped.config import TILE_CYCLES, Sm100GroupedConfig
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.quantize import quantize
 from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wgrad_rows_reference
@@ -130,7 +130,7 @@ def test_every_tile_that_is_picked_fits(groups: int) -> None:
 
 
 def test_tight_tiles_fit() -> None:
-    """Of those above, and the kernels whose table is a schedule of tiles: two of their CTAs share a multiprocessor, or one."""
+    """Of those above, and kernels whose table is a schedule of tiles: two of their CTAs share a multiprocessor, or one."""
     few = bf16_config.select_config("NVFP4", "NVFP4", 60 * 512, 1 << 17, 512)
     many = bf16_config.select_config("BF16", "MXFP4", 60 * 4096, 1 << 17, 4096, out_dtype=torch.float32)
     for config in (few, many):

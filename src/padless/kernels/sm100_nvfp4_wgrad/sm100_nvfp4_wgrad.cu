@@ -40,7 +40,8 @@ using uint64_t = unsigned long long;
 #include "sm100_nvfp4_wgrad/storage.cuh"
 
 // Codes and scales of all stages, one thread.
-__device__ __forceinline__ void load(SharedStorage& shared, const Operand& a, const Operand& b, const Tile& tile) {
+__device__ __forceinline__ void load(SharedStorage& shared, const Operand& a, const Operand& b,
+                                     const Tile& tile) {
     Pipeline<STAGES> pipeline;
     for (int block = 0; block < tile.blocks(); ++block) {
         const int stage = pipeline.stage;

@@ -54,10 +54,7 @@ __device__ __forceinline__ Tile tile_of(int number, const int* ends, int n_rows,
     const int given = group == 0 ? 0 : __ldg(ends + group - 1), given_end = __ldg(ends + group);
     const int first = (given < 0 ? 0 : given) / MMA_T;
     const int last = (given_end < tokens ? given_end : tokens) / MMA_T;
-    return Tile{group,
-                in_group / across * TILE,
-                in_group % across * TILE,
-                first * MMA_T,
+    return Tile{group, in_group / across * TILE, in_group % across * TILE, first * MMA_T,
                 last > first ? last - first : 0};
 }
 
