@@ -1,4 +1,4 @@
-"""More groups than 1024, most of them empty, in every kernel that takes groups: what fits, and what the emulator computes."""
+"""More groups than 1024, most of them empty, in every kernel that takes groups: what fits, what the emulator computes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 
 import padless
 from padless.emulator.fake_driver import emulated_driver
@@ -32,7 +33,6 @@ from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
 from padless.kernels.sm100_grouped import host as sm100_host
 from padless.kernels.sm100_grouped.config import TILE_CYCLES, Sm100GroupedConfig
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.quantize import quantize
 from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wgrad_rows_reference
@@ -96,8 +96,7 @@ def bf16_configs(groups: int) -> set[bf16_config.Sm90Bf16Config]:
 def wgrad_configs(groups: int) -> set[WgradConfig]:
     problems = itertools.product(("1d1d", "1d2d"), DTYPES, (100, 600, 4000))
     return {
-        select_wgrad(WgradProblem(4096, 4096, tokens * groups, groups, mode, dtype))
-        for mode, dtype, tokens in problems
+        select_wgrad(WgradProblem(4096, 4096, tokens * groups, groups, mode, dtype)) for mode, dtype, tokens in problems
     }
 
 
@@ -131,7 +130,7 @@ def test_every_tile_that_is_picked_fits(groups: int) -> None:
 
 
 def test_tight_tiles_fit() -> None:
-    """Of those above, and the kernels whose table is a schedule of tiles: two of their CTAs share a multiprocessor, or one."""
+    """Of those above, and kernels whose table is a schedule of tiles: two of their CTAs share a multiprocessor, or one."""
     few = bf16_config.select_config("NVFP4", "NVFP4", 60 * 512, 1 << 17, 512)
     many = bf16_config.select_config("BF16", "MXFP4", 60 * 4096, 1 << 17, 4096, out_dtype=torch.float32)
     for config in (few, many):
@@ -160,7 +159,12 @@ def test_windows_of_scales_that_do_not_fit_are_refused() -> None:
 def test_outputs_that_do_not_fit_are_refused() -> None:
     everything = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", d_dtype=torch.float32)
     check_groups(1024, everything)
-    for fits in ({"d_dtype": torch.bfloat16}, {"d_dtype": None}, {"row_format": None}, {"activation": "swiglu_interleaved"}):
+    for fits in (
+        {"d_dtype": torch.bfloat16},
+        {"d_dtype": None},
+        {"row_format": None},
+        {"activation": "swiglu_interleaved"},
+    ):
         check_groups(4096, Epilogue(**{**vars(everything), **fits}))
     message = r"^b has 1025 groups, .* allowed: at most 1024 groups, d of 16 bits, or codes along one of the two$"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Shared memory of kernels, of which nothing but the head is compiled: constants and storage, in a fraction of a second."""
+"""Shared memory of kernels, of which the head alone is compiled: constants and storage, in a fraction of a second."""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ def shared_bytes(tile: Sm90Bf16Config, epilogue: Epilogue, stages: int) -> int:
     columns = staged_columns(epilogue)
     teams = tile.num_warpgroups // max(1, columns * tile.num_warpgroups // tile.block_n)
     staged = teams * tile.block_m * (columns + 4) * 4
-    a_group = 24 if tile.max_groups <= MANY_GROUPS else 17  # counts more than the table has, which keeps tiles as they were
+    a_group = (
+        24 if tile.max_groups <= MANY_GROUPS else 17
+    )  # 24 is more than the table has, and keeps tiles as they were
     return (stages * stage + tokens) * tile.blocks_of_stage + staged + a_group * tile.max_groups + 1024
 
 
