@@ -1,4 +1,4 @@
-"""More groups than 1024, most of them empty, in every kernel that takes groups: what fits, what the emulator computes."""
+"""More groups than 1024, most of them empty, in every kernel that takes groups: what fits, what is computed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_every_tile_that_is_picked_fits(groups: int) -> None:
 
 
 def test_tight_tiles_fit() -> None:
-    """Of those above, and kernels whose table is a schedule of tiles: two of their CTAs share a multiprocessor, or one."""
+    """Of those above, and kernels whose table is a schedule of tiles: one of their CTAs on a multiprocessor, or two."""
     few = bf16_config.select_config("NVFP4", "NVFP4", 60 * 512, 1 << 17, 512)
     many = bf16_config.select_config("BF16", "MXFP4", 60 * 4096, 1 << 17, 4096, out_dtype=torch.float32)
     for config in (few, many):
