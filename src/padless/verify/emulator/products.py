@@ -29,7 +29,7 @@ _MOST_MOVED, _MOST_MOVED_OF_FEW = 0.01, 128
 
 
 def emulate(call: str, arch: str, o: Options) -> Parts:
-    """What a call gives by the emulator."""
+    """Results of a call by the emulator."""
     backend = backend_of(arch)
     with settings_of(backend):
         return computed(call, o, place_of(backend))

@@ -42,7 +42,7 @@ def _rule(format: str | None) -> str:
 
 
 def default_of(route: Route) -> Route:
-    """That of the kernel which a call takes for the route's formats by itself."""
+    """The route of the kernel that a call takes for the route's formats by itself."""
     return find_route(QUANT, route.arch, route.a, route.b)
 
 
@@ -132,7 +132,7 @@ def _tile(draw: random.Random, route: Route, gated: bool, format: BlockScaledFor
 
 
 def random_lines(arch: str) -> Iterator[Options]:
-    """Routes in turn, each with a seed of its own; where the route's kernel is not the default one, that too."""
+    """Routes in turn, each with another seed; where the route's kernel is not the default one, that too."""
     routes = routes_of(arch, QUANT)
     for seed in range(PROBLEMS):
         route = routes[seed % len(routes)]

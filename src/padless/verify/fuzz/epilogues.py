@@ -1,6 +1,6 @@
 """Fuzz checks of the quantising calls: grouped_gemm_quant, grouped_gemm_swiglu_quant and grouped_gemm_epilogue.
 
-Without an activation every element follows from the kernel's float32 sums, which have checks of their own. SwiGLU's
+Without an activation every element follows from the kernel's float32 sums, which have other checks. SwiGLU's
 exponential is approximate: such a call is made again for its float32 values, which are compared by the error that the
 exponential may have, and everything else has to follow from these.
 """
@@ -329,7 +329,7 @@ class Fused:
             judge.same(name, out[name], wanted[name])
 
     def _stored(self, values: torch.Tensor) -> Parts:
-        """What these values are stored as."""
+        """Outputs of these values."""
         found: Parts = {}
         if self.epilogue.amax:
             least = values.new_full((1,), -math.inf)
@@ -356,7 +356,7 @@ class Fused:
         return exact.quantized(x, self.format, "activation", self.o["rule"], factors, numbers.norm_const)
 
     def reference(self) -> Parts:
-        """What the reference stores for the kernel's sums, or for SwiGLU's values, which are near its own."""
+        """Outputs that the reference stores for the kernel's sums, or for SwiGLU's values, which are near its own."""
         stored, epilogue, sums = self.values, self.epilogue, self.sums
         if self.place.is_rehearsal:
             return {}

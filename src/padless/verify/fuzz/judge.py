@@ -163,7 +163,7 @@ class Judge:
         self.wrong(f"{name}: rows", ~(parts <= 1.01).all())
 
     def ask(self, look: Callable[[], int | None]) -> None:
-        """Calls what returns how many elements it has looked at, or raises AssertionError."""
+        """Calls what returns how many elements it has compared, or raises AssertionError."""
         try:
             self.elements += look() or 0
         except AssertionError as error:
