@@ -217,7 +217,7 @@ def is_clean(row: Row) -> bool:
 
 
 def counted(rows: list[Row]) -> str:
-    """How many have each verdict."""
+    """Count the verdicts."""
     verdicts = [row.verdict for row in rows]
     return ", ".join(f"{n} {v}" for v in VERDICTS if (n := verdicts.count(v)))
 
