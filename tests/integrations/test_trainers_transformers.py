@@ -83,16 +83,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.skipif(not has_trl, reason="needs trl and datasets on PYTHONPATH")
 def test_trl_trains_by_padless(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps: experts called forward and backward by padless, losses near those of transformers' own."""
+    """A step: experts called by padless with a backward pass, the loss near that of transformers' own experts."""
     trl, datasets = import_module("trl"), import_module("datasets")
-    ids = torch.randint(2, VOCABULARY, (4, 24), generator=torch.Generator().manual_seed(8)).tolist()
+    ids = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(8)).tolist()
     calls, experts = [], padless.autograd.experts
     monkeypatch.setattr(padless.autograd, "experts", lambda *a: calls.append(a[0].requires_grad) or experts(*a))
-    losses = {}
+    losses: dict[str, float] = {}
+    norms: dict[str, float] = {}
     for name in ("eager", training.TRAIN_NAME):
         arguments = trl.SFTConfig(
-            output_dir=str(tmp_path / name), max_steps=2, per_device_train_batch_size=2, use_cpu=True, report_to=[],
-            bf16=False, save_strategy="no", logging_steps=1, learning_rate=1e-3,
+            output_dir=str(tmp_path / name), max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+            bf16=False, gradient_checkpointing=False, save_strategy="no", logging_steps=1, learning_rate=1e-3,
             dataset_kwargs={"skip_prepare_dataset": True},
             model_init_kwargs={"experts_implementation": name, "dtype": "bfloat16"},
         )  # fmt: skip
@@ -101,9 +102,9 @@ def test_trl_trains_by_padless(folder: Path, tmp_path: Path, monkeypatch: pytest
         run = trl.SFTTrainer(str(folder), args=arguments, train_dataset=data, processing_class=tokenizer())
         assert run.model.get_experts_implementation()[""] == name
         run.train()
-        losses[name] = [record["loss"] for record in run.state.log_history if "loss" in record]
-    assert len(losses["eager"]) == 2
-    for got, want in zip(losses[training.TRAIN_NAME], losses["eager"], strict=True):
-        assert got != want
-        assert abs(got - want) < 0.01 * want
-    assert calls == [True] * 4, "two layers, two steps"
+        losses[name], norms[name] = run.state.log_history[0]["loss"], run.state.log_history[0]["grad_norm"]
+    got, want = losses[training.TRAIN_NAME], losses["eager"]
+    assert got != want
+    assert abs(got - want) < 0.01 * want
+    assert abs(norms[training.TRAIN_NAME] - norms["eager"]) < 0.1 * norms["eager"]
+    assert calls == [True] * 2, "two layers"
