@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 
 import padless
 from padless.emulator.fake_driver import emulated_driver
@@ -33,6 +32,7 @@ from padless.kernels.sm90_rows_columns import host as columns_host
 from padless.kernels.sm90_swiglu_backward import host as swiglu_host
 from padless.kernels.sm100_grouped import host as sm100_host
 from padless.kernels.sm100_grouped.config import TILE_CYCLES, Sm100GroupedConfig
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.quantize import quantize
 from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wgrad_rows_reference
@@ -241,10 +241,11 @@ def test_products(name: str, ragged: str) -> None:
 
 
 @SLOW
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["FP8", "BF16", "Blackwell, MXFP8"])
 def test_products_of_more_than_512_groups_with_rows(name: str) -> None:
-    sizes = [1 + g % 3 if g % 7 == 0 else 0 for g in range(4096)]
-    sizes[4000] = 70
+    sizes = [1 + g % 3 if g % 8 == 0 else 0 for g in range(4096)]
+    sizes[4001] = 70
     check_product(name, tuple(sizes), n=8)
 
 
@@ -294,7 +295,7 @@ def test_bf16_weight_gradients(ragged: str) -> None:
     )
     want = out + reference
     with emulated_driver().configured(num_sms=2):
-        grouped_gemm_wgrad(rows.dy, rows.x, rows.offs, out=out, accumulate=True, backend="emulator")
+        grouped_gemm_wgrad(rows.dy, rows.x, offs=rows.offs, out=out, accumulate=True, backend="emulator")
     assert same_bits(out, want)
 
 
@@ -318,9 +319,12 @@ def test_empty_groups_get_zeros() -> None:
     sizes = alone(1025, 40)
     rows = random_rows(Shape(sizes, 0, 16, 16))
     with emulated_driver().configured(num_sms=2):
-        out = grouped_gemm_wgrad(rows.dy, rows.x, rows.offs, out_dtype=torch.float32, backend="emulator")
+        out = grouped_gemm_wgrad(rows.dy, rows.x, offs=rows.offs, out_dtype=torch.float32, backend="emulator")
+    want = grouped_gemm_wgrad_rows_reference(
+        rows.dy, rows.x, rows.offs, out_dtype=torch.float32, accumulation="tensor_core"
+    )
+    assert same_bits(out, want)
     assert not out[:-1].any()
-    assert same_bits(out[-1:], grouped_gemm_wgrad(rows.dy, rows.x, torch.tensor([40], dtype=torch.int32)))
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------

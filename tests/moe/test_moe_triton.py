@@ -87,20 +87,6 @@ def test_machine_code_of_route(emulated: list[EmulatedKernel], monkeypatch: pyte
     assert [k.launches for k in emulated[:4]] == [1, 4, 4, 4]
 
 
-@pytest.mark.slow
-def test_machine_code_of_route_of_more_than_1024_experts(
-    emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """2048 bins, and 8192."""
-    from padless.moe.triton import route
-
-    moe_cases.route_pair(moe_cases.draw_ids(9, 4, 1025, 1), 1025, "cpu")
-    monkeypatch.setattr(route, "FEW_SLOTS", 64)
-    for tokens, experts in ((40, 1025), (70, 4096)):
-        moe_cases.route_pair(moe_cases.draw_ids(tokens, 2, experts, experts), experts, "cpu")
-    assert [k.launches for k in emulated[:4]] == [1, 2, 2, 2]
-
-
 def test_ranks_do_not_reduce_across_lanes(emulated: list[EmulatedKernel], monkeypatch: pytest.MonkeyPatch) -> None:
     """A reduction of a warp for every slot would be most of the time that routing takes."""
     from padless.moe.triton import route
