@@ -56,10 +56,12 @@ site: $(DEV)
 wheels: $(DEV)
 	@$(BIN)/python tools/check_wheels.py $(if $(INDEX),--index)
 
-# The kernels of known models' layers, compiled ahead: a wheel of its own.
+# The kernels of known models' layers, compiled ahead: a wheel of its own. TRITON: another version whose kernels go into it too.
 cubins: $(DEV)
-	@rm -rf build/cubins
+	@rm -rf build/cubins build/triton
 	@$(BIN)/python tools/build_cubins.py build/cubins $(CUBINS)
+	@test -z "$(TRITON)" || $(PIP) install --no-deps --target build/triton 'triton==$(TRITON)'
+	@test -z "$(TRITON)" || PYTHONPATH=build/triton $(BIN)/python tools/build_cubins.py build/cubins $(CUBINS) --passes
 	@$(PIP) wheel --no-deps --no-build-isolation -w dist build/cubins
 	@$(BIN)/python -m twine check --strict dist/padless_cubins-*.whl
 

@@ -27,9 +27,9 @@ from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.parity import verdicts
 from padless.demo.train.report import print_training, save_training
 from padless.demo.train.text import SOURCES, TOPICS, help_topics, library_sources
-from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.layouts import to_mn_major
-from padless.nn import RECIPES, Recipe, experts_function
+from padless.nn import RECIPES, experts_function
 from padless.nn.linear import QuantizedModule
 from padless.nn.quantizers import quantize_rows
 from padless.quantization.lifting import lift
@@ -41,8 +41,6 @@ SIZES = {"small": demo.SMALL, "medium": MEDIUM, "large": demo.LARGE}
 TASKS = {"text": Model, "tenants": Tenants}
 TRIAL_STEPS, MOST_STEPS = 16, 1000
 RIGHT = ("bf16", "fp8", "fp8_1d1d")
-MXFP8_THROUGHOUT = "mxfp8_throughout"  # weight gradients, too
-NAMED = RECIPES | {MXFP8_THROUGHOUT: Recipe(MXFP8, MXFP8, MXFP8)}
 
 
 @contextmanager
@@ -117,7 +115,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of training, beside compiling")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, help="the learning rate, where it is not the demo's")
-    parser.add_argument("--recipe", nargs="+", choices=list(NAMED), default=RIGHT, help="the first is compared with")
+    parser.add_argument("--recipe", nargs="+", choices=list(RECIPES), default=RIGHT, help="the first is compared with")
     parser.add_argument("--fault", nargs="*", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--out", type=Path, default=Path("padless-out"))
     options = parser.parse_args()
@@ -131,7 +129,7 @@ def main() -> int:
     }  # fmt: skip
 
     def trained(steps: int, seeds: int) -> demo.Training:
-        training = demo.train([(r, NAMED[r]) for r in options.recipe], steps=steps, seeds=range(seeds), **on)
+        training = demo.train([(r, RECIPES[r]) for r in options.recipe], steps=steps, seeds=range(seeds), **on)
         for fault in options.fault:
             with FAULTS[fault]():
                 faulty = demo.train([(fault, RECIPES["fp8"])], steps=steps, seeds=range(seeds), **on)

@@ -1,4 +1,4 @@
-"""Which kernels have changed since a record of docs/measured was made: the page's table, and the hashes behind it.
+"""Kernels that have changed since a record of docs/measured was made: the page's table, and the hashes behind it.
 
     python tools/measured_kernels.py    # into kernels.json: hashes for records without any, from their commits
 
@@ -95,13 +95,11 @@ def at_commit(path: Path) -> dict[str, str]:
         return subprocess.run(["git", "-C", ROOT, *command], capture_output=True, check=True).stdout
 
     commit = git("log", "-1", "--format=%H", "--", str(path)).decode().strip()
-    kernels = "src/padless/kernels/"
+    kernels, texts = "src/padless/kernels/", dict[str, str]()
     with tarfile.open(fileobj=io.BytesIO(git("archive", commit, kernels))) as tree:
-        texts = {
-            member.name.removeprefix(kernels): tree.extractfile(member).read().decode()
-            for member in tree
-            if member.name.endswith((".cu", ".cuh"))
-        }
+        for member in tree:
+            if member.name.endswith((".cu", ".cuh")) and (file := tree.extractfile(member)) is not None:
+                texts[member.name.removeprefix(kernels)] = file.read().decode()
     return source_digests(texts)
 
 

@@ -25,7 +25,7 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.runtime.choices import BackendName
 

@@ -205,12 +205,11 @@ LIMIT = 0.01  # of a model this small; docs/training_exactness.md has the large 
 
 @pytest.fixture(scope="module")
 def parity() -> demo.Training:
-    named = (loss_parity.MXFP8_THROUGHOUT, loss_parity.NAMED[loss_parity.MXFP8_THROUGHOUT])
-    return demo.train(["bf16", "fp8", "fp8_1d1d", named], size=TINY, steps=PARITY_STEPS, seeds=SEEDS)
+    return demo.train(["bf16", "fp8", "fp8_1d1d", "mxfp8"], size=TINY, steps=PARITY_STEPS, seeds=SEEDS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["fp8", "fp8_1d1d", loss_parity.MXFP8_THROUGHOUT])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_1d1d", "mxfp8"])
 def test_fp8_ends_where_bf16_does(parity: demo.Training, recipe: str):
     """A model this small learns as well with faults planted: docs/training_exactness.md has one that does not."""
     difference = parity.difference(recipe, "bf16")

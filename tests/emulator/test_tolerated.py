@@ -98,6 +98,23 @@ def test_operands_that_begin_inside_of_the_pattern() -> None:
     assert all(text.startswith("descriptor-start: ") and "base offset" in text for text in said)
 
 
+# ---- a second product on registers that were written in between
+def test_a_missing_wgmma_fence_is_put_in_by_ptxas() -> None:
+    """The machine code with and without it is the same, by ptxas 13.0 (C7519)."""
+    again = PRODUCT.replace("START", "0").replace(
+        "  const int row", "  for (float& x : d) x = 0;\n" + PRODUCT[PRODUCT.index("  asm volatile") : PRODUCT.index("  const int row")]
+        .replace("wgmma.fence.sync.aligned;\\n", "") + "  const int row"
+    )  # fmt: skip
+    for strict, kind in ((True, "missing-wgmma-fence"), (False, "tolerated")):
+        emulator = Emulator(compile_cuda(again), strict=strict)
+        out, data = np.zeros((64, 8), np.float32), np.full(8192, 0x3C003C00, np.uint32)
+        arguments = [emulator.memory.register(x) for x in (out, data)]
+        result = emulator.launch("k", 1, 128, arguments, shared_bytes=32768)
+        assert kinds(result) == {kind}
+        assert bool(result.errors) == strict
+        assert (out == 16).all()
+
+
 # ---- the CTA of a refused request, asked for before the refusal is tested
 READ_FIRST = r"""
 extern "C" __global__ void k(int* out) {
@@ -137,3 +154,62 @@ def test_the_cta_of_a_refused_request() -> None:
 def test_bytes_that_are_no_response_stay_an_error() -> None:
     _, result = ask(strict=False, grid=1, asked=False)
     assert "launch-control" in {report.kind for report in result.errors}
+
+
+# ---- stores of one value by many threads, as compilers make of values that several threads hold
+EQUAL = r"""
+extern "C" __global__ void k(unsigned* out, const unsigned* in) {
+  __shared__ unsigned s[2];
+  asm volatile("WHERE" ::"r"(smem(s)), "l"(out), "r"(in[VALUE]) : "memory");
+  __syncthreads();
+  if (threadIdx.x == 0) out[1] = s[0];
+}"""
+STORES = {"shared": "st.shared.u32 [%0], %2;", "global": "st.global.u32 [%1], %2;"}
+
+
+@pytest.mark.parametrize("place", STORES)
+@pytest.mark.parametrize(("value", "strict", "kind"), [
+    ("0", False, "tolerated"), ("0", True, "race"), ("threadIdx.x / 32", False, "race"),
+    ("threadIdx.x == 37", False, "race"),
+])  # fmt: skip
+def test_unordered_stores_of_one_value(place: str, value: str, strict: bool, kind: str) -> None:
+    """One value in every thread is tolerated; another in any of them, were it in one lane, is a race."""
+    source = EQUAL.replace("WHERE", STORES[place]).replace("VALUE", value)
+    if place == "global":
+        source = source.replace("out[1] = s[0]", "")
+    emulator = Emulator(compile_cuda(source), strict=strict, seed=1)
+    out, data = np.zeros(8, np.uint32), np.random.default_rng(3).integers(1, 1 << 32, 64, dtype=np.uint32)
+    result = emulator.launch("k", 1, 64, [emulator.memory.register(x) for x in (out, data)])
+    assert kinds(result) == {kind}
+    assert out[int(place == "shared")] in data
+
+
+# ---- registers that an unfinished tcgen05.st reads
+STORED = r"""
+extern "C" __global__ void k(unsigned* out, const unsigned* in) {
+  __shared__ unsigned base;
+  if (threadIdx.x < 32) asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 32;" ::"r"(smem(&base)) : "memory");
+  SYNC
+  const unsigned t = base, at = t + (threadIdx.x / 32 * 32 << 16);
+  unsigned r;
+  asm volatile("{\n.reg .b32 x;\nmov.b32 x, %2;\n"
+    "tcgen05.st.sync.aligned.32x32b.x1.b32 [%1], {x};\nAGAIN\n"
+    "tcgen05.wait::st.sync.aligned;\ntcgen05.ld.sync.aligned.32x32b.x1.b32 {%0}, [%1+1];\ntcgen05.wait::ld.sync.aligned;\n}"
+    : "=r"(r) : "r"(at), "r"(in[threadIdx.x]) : "memory");
+  out[threadIdx.x] = r;
+  SYNC
+  DEALLOC
+}"""
+
+
+@pytest.mark.parametrize(("again", "found"), [
+    ("tcgen05.st.sync.aligned.32x32b.x1.b32 [%1+1], {x};", set()),
+    ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {x}, [%1+1];", {"register-in-flight"}),
+])  # fmt: skip
+def test_two_stores_of_one_register(again: str, found: set[str]) -> None:
+    source = STORED.replace("DEALLOC", DEALLOC).replace("SYNC", SYNC).replace("AGAIN", again)
+    emulator = Emulator(compile_cuda(source, "100a"), seed=1)
+    data, out = np.random.default_rng(8).integers(0, 1 << 32, 128, dtype=np.uint32), np.zeros(128, np.uint32)
+    result = emulator.launch("k", 1, 128, [emulator.memory.register(x) for x in (out, data)])
+    assert kinds(result) - {"uninitialised-tensor-memory"} == found
+    assert found or (out == data).all()

@@ -21,6 +21,7 @@ HOMES = {
     "emulator_bugs_sm100": ("DENSE_BUGS",),
     "fp8_few_bugs": ("BUGS",),
     "mxfp8_wgrad_bugs": ("BUGS",),
+    "nvfp4_wgrad_bugs": ("BUGS",),
     "sm100_grouped_bugs": ("BUGS",),
     "sm100_quant_cases": ("BUGS",),
     "token_tile_bugs": ("BUGS",),

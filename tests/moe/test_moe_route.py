@@ -44,6 +44,8 @@ CASES = {
     "k 1": (draw_ids(129, 1, 9, 2), 9),
     "k 16": (draw_ids(40, 16, 64, 3), 64),
     "512 experts": (draw_ids(40, 8, 512, 4), 512),
+    "1025 experts": (draw_ids(20, 8, 1025, 8), 1025),
+    "4096 experts": (torch.tensor([[4095, 1024, 4096], [1023, 4095, -1], [0, 2048, 3071]]), 4096),
     "int32": (draw_ids(50, 2, 6, 5).clamp(max=100).to(torch.int32), 6),
     "not contiguous": (draw_ids(6, 4, 6, 6).t(), 6),
     "distinct": (draw_ids(20, 8, 16, 7, distinct=True), 16),
@@ -101,7 +103,7 @@ def test_a_wrong_routing_is_noticed(planted: Callable[[torch.Tensor, int], Routi
         (torch.zeros((3, 0), dtype=torch.int64), 4, "k from 1 to 16"),
         (torch.zeros((3, 17), dtype=torch.int64), 4, "k from 1 to 16"),
         (torch.zeros((3, 2), dtype=torch.int64), 0, "num_experts is 0"),
-        (torch.zeros((3, 2), dtype=torch.int64), 1025, "num_experts is 1025"),
+        (torch.zeros((3, 2), dtype=torch.int64), 4097, "num_experts is 4097"),
         ([[1]], 4, "top_k_index"),
     ],
 )

@@ -510,7 +510,7 @@ def test_a_fact_that_is_forgotten_is_seen(gpu: Gpu, fact: str, monkeypatch: pyte
 def test_a_launch_of_tritons_own_is_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from padless.quantization.triton import launches
 
-    monkeypatch.setattr(launches._Compiled, "of", lambda *arguments: None)
+    monkeypatch.setattr(launches.Description, "of", lambda *arguments: None)
     layer = layer_of("fp8")
     for _ in range(4):
         layer.run(moe)

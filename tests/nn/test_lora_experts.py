@@ -346,8 +346,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=word):
             module(layer, **options)
-    m = module(layer, adapters=tuple(f"a{i}" for i in range(300)), rank=1)
-    with pytest.raises(ValueError, match="1024"):
+    m = module(layer, adapters=tuple(f"a{i}" for i in range(900)), rank=1)
+    with pytest.raises(ValueError, match="4096"):
         m(layer.x, layer.ids, layer.weights, adapter_ids=torch.zeros(21, dtype=torch.int64))
     m = module(layer)
     m.active = "other"

@@ -113,8 +113,8 @@ BAD_CALLS = [
     ),
     Bad(
         "too_many_groups",
-        lambda: {"b": weight(groups=1025, n=8, k=K), "offs": torch.zeros(1025, dtype=torch.int32), "out": None},
-        ("b has 1025 groups", "at most 1024"),
+        lambda: {"b": weight(groups=4097, n=8, k=K), "offs": torch.zeros(4097, dtype=torch.int32), "out": None},
+        ("b has 4097 groups", "at most 4096"),
     ),
     # devices
     Bad("b_device", lambda: {"b": meta(weight())}, ("b is on meta and a on cpu", "one device")),

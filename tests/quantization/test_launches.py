@@ -14,6 +14,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from padless.quantization.triton import launches  # noqa: E402
+from padless.quantization.triton.compiled import Description  # noqa: E402
 from support import hopper  # noqa: E402
 from support.hopper import Gpu  # noqa: E402
 
@@ -107,7 +108,7 @@ def test_what_is_launched_in_another_way_is_launched_by_triton(gpu: Gpu, strange
     options = {"BLOCK": 32, "OUT": tl.float32, "num_warps": 1}
     arguments = (*_tensors(), 64, 3, 0.5)
     compiled = _kernel[(5,)](*arguments, **options)
-    assert launches._Compiled.of(compiled, 0, len(arguments)) is not None
+    assert Description.of(compiled, len(arguments)) is not None
     ptx, kinds = compiled.asm["ptx"], dict(compiled.src.signature)
     changed = SimpleNamespace(
         asm={"ptx": ptx}, metadata=SimpleNamespace(**compiled.metadata._asdict() | STRANGE.get(strange, {})),
@@ -121,7 +122,7 @@ def test_what_is_launched_in_another_way_is_launched_by_triton(gpu: Gpu, strange
         kinds["factor"] = "fp64"
     elif strange == "a late argument":
         kinds["OUT"] = "i32"
-    assert launches._Compiled.of(changed, 0, len(arguments)) is None
+    assert Description.of(changed, len(arguments)) is None
 
 
 def test_what_stands_in_for_a_kernel_is_called() -> None:

@@ -24,7 +24,7 @@ PLANTED = [
     ("reference/gemm.py", "from padless.quantization.rules import *", "The reference and the quantizers share no code"),
     ("quantization/rules.py", "import padless.reference.gemm", "The reference and the quantizers share no code"),
     ("kernels/config.py", "import padless.quantization.rules", "Imports lead downwards"),
-    ("verify/small.py", "import padless.bench.run", "Imports lead downwards"),
+    ("verify/lines.py", "import padless.bench.run", "Imports lead downwards"),
     ("newroom.py", "import torch", "Imports lead downwards"),
     ("kernels/sm90_mxfp8/host.py", "import padless.kernels.sm90_fp8.host", "A kernel knows no other kernel"),
     ("kernels/maps.py", "import padless.kernels.table", "A kernel knows no other kernel"),

@@ -1,4 +1,4 @@
-"""Which kernels have changed since a record was made."""
+"""Kernels that have changed since a record was made."""
 
 from __future__ import annotations
 

@@ -513,5 +513,5 @@ def test_what_failed_in_a_record_is_on_the_page_of_tests(tmp_path):
         "1,500, of which 2 were wrong",
         "6 of 9 noticed; the other 3 are [explained one by one](mutants.md)",
         "1 of 3 cases equal",
-        "`sm100_dense`, `sm100_grouped`, `sm100_mxfp8_wgrad`",
+        "`sm100_dense`, `sm100_grouped`, `sm100_mxfp8_wgrad`, `sm100_nvfp4_wgrad`",
     ]

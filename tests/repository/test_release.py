@@ -31,7 +31,7 @@ RUN_BY = {
     "docs": "test_the_site_builds_without_a_warning_and_has_every_public_name",
     "site VERSION PUSH": "test_versions_of_the_site_stand_next_to_each_other",
     "sbom TAG": "test_the_bill_of_materials_has_every_package_that_padless_needs",
-    "cubins": "test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found",
+    "cubins TRITON": "test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found",
     "dev": CI,
     "test-all PART": NOTHING + "hours",
     "torch TORCH": NOTHING + "gigabytes of another torch",

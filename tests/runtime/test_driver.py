@@ -111,6 +111,26 @@ def test_a_launch_carries_everything(stub: Stub, cluster: int, programmatic: boo
     )
 
 
+def test_clusters_that_no_gpu_holds_are_refused_before_they_are_launched(stub: Stub) -> None:
+    """Asked once for a kernel and a size of cluster, in the GPU's context; where the driver does not say, launched."""
+    driver = CudaDriver()
+    asked = "cuOccupancyMaxActiveClusters 0x7000000000020 cluster=2 block=384 shared=202752"
+    stub.library.stub_set_resident(0)
+    prepared(driver)  # no cluster
+    for _ in range(2):
+        with pytest.raises(DriverError, match=r"the_entry needs clusters of 2 CTAs .* not one is resident on GPU 0"):
+            prepared(driver, 2)
+    stub.library.stub_set_resident(1)
+    for _ in range(3):
+        prepared(driver, 2)
+    assert [call for call in stub.calls if "Occupancy" in call] == [asked] * 3
+    assert stub.calls[-2:] == [asked, f"cuCtxPopCurrent {CONTEXT_OF_DEVICE_0}"]
+    stub.library.stub_set_resident(0)
+    stub.fail("cuOccupancyMaxActiveClusters", 1)
+    prepared(CudaDriver(), 2)(0)
+    assert stub.calls[-1].startswith("cuLaunchKernelEx")
+
+
 def test_every_stream_gets_its_own_launch(stub: Stub) -> None:
     driver = CudaDriver()
     driver.load(KERNEL, 0)

@@ -44,7 +44,7 @@ def installed(folder: Path, kernel: jit.Kernel, monkeypatch: pytest.MonkeyPatch)
     """``kernel`` compiled for the package at ``folder``, which can be imported from here on."""
     compiled = jit.compile_kernel(*kernel)
     name = jit.cache_name(jit.nvrtc_version(), kernel)
-    shipped.write(folder, jit.nvrtc_version(), {name: (compiled.image, compiled.log)}, "0.0")
+    shipped.write(folder, jit.nvrtc_version(), {name: (compiled.image, {"log": compiled.log})}, "0.0")
     monkeypatch.syspath_prepend(str(folder))
     forget(monkeypatch)
     monkeypatch.setenv("PADLESS_CACHE_DIR", str(folder / "another_cache"))
@@ -115,7 +115,7 @@ def test_nothing_installed_is_no_warning(process: pytest.MonkeyPatch) -> None:
 
 
 def test_a_familys_image_serves_its_members_alone(process: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kernel = build_cubins.kernels_of_model("Qwen3-30B", Gpu("sm_100a", 148), 1)[0]
+    kernel = next(iter(build_cubins.asked_of_model("Qwen3-30B", Gpu("sm_100a", 148), 1).kernels))
     compiled = installed(tmp_path / "wheel", kernel._replace(arch="sm_100f"), process)
     without_compiler(process)
     for member in ("sm_100a", "sm_103a"):
@@ -126,7 +126,7 @@ def test_a_familys_image_serves_its_members_alone(process: pytest.MonkeyPatch, t
 
 
 def test_rehearsals_of_layers_find_kernels_of_both_products() -> None:
-    kernels = build_cubins.kernels_of_model("Qwen3-30B", Gpu("sm_90a", 132), 64)
+    kernels = build_cubins.asked_of_model("Qwen3-30B", Gpu("sm_90a", 132), 64).kernels
     assert len(kernels) >= 2
     assert {(kernel.arch, kernel.kind) for kernel in kernels} == {("sm_90a", "cubin")}
     assert len({kernel.prelude for kernel in kernels}) == len(kernels)
@@ -150,7 +150,7 @@ def test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found(
     process.syspath_prepend(str(out))
     process.setenv("PADLESS_CACHE_DIR", str(tmp_path / "empty"))
     forget(process)
-    kernels = build_cubins.kernels_of_model("Qwen3-30B", Gpu("sm_90a", 132), 1)
+    kernels = list(build_cubins.asked_of_model("Qwen3-30B", Gpu("sm_90a", 132), 1).kernels)
     assert kernels
     without_compiler(process)
     assert all(jit.compile_kernel(*kernel).image[:4] == b"\x7fELF" for kernel in kernels)

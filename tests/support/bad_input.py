@@ -125,7 +125,7 @@ LINES: tuple[Bad, ...] = (
     Bad(GEMM, "`offs` with gaps", multiply(offs=OFFS.repeat_interleave(2)[::2])),
     Bad(GEMM, "`offs` elsewhere", multiply(offs=OFFS.to("meta"))),
     Bad(GEMM, "no `offs`", multiply(offs=None)),
-    Bad(GEMM, "1025 groups", multiply(w=b(groups=1025, n=8), offs=torch.zeros(1025, dtype=torch.int32))),
+    Bad(GEMM, "4097 groups", multiply(w=b(groups=4097, n=8), offs=torch.zeros(4097, dtype=torch.int32))),
     Bad("group_offsets", "no sizes", lambda: padless.group_offsets(None)),  # type: ignore[arg-type]
     Bad("group_offsets", "a negative size", lambda: padless.group_offsets([3, -1])),
     Bad("group_offsets", "sizes of 2^31 rows", lambda: padless.group_offsets([2**30, 2**30])),
@@ -193,7 +193,7 @@ LINES: tuple[Bad, ...] = (
     Bad("BlockScaledTensor.to", "a dtype", lambda: a().to(torch.bfloat16)),  # type: ignore[arg-type]
     Bad("BlockScaledTensor[..]", "activations", lambda: a()[0]),
     # the layer
-    Bad("nn.GroupedLinear", "more groups than there can be", lambda: nn.GroupedLinear(2000, 16, 16)),
+    Bad("nn.GroupedLinear", "more groups than there can be", lambda: nn.GroupedLinear(5000, 16, 16)),
     Bad("nn.GroupedLinear", "sizes that the recipe does not take", lambda: nn.GroupedLinear(1, 16, 16, recipe="mxfp8")),
     Bad("moe.route", "17 experts a token", lambda: moe.route(torch.zeros((2, 17), dtype=torch.int64), 32)),
     Bad("moe.route", "ids of float32", lambda: moe.route(torch.zeros(2, 2), 4)),

@@ -14,7 +14,6 @@ from typing import Any
 
 from support.blackwell_layer import kinds_of_reports, rolled, without_wait
 
-THROUGHOUT = "MXFP8 throughout"  # a recipe without a preset
 COLUMNS, SCALES = "columns with a row of the group before", "scale tiles of the group before"
 
 
@@ -27,11 +26,8 @@ def main(name: str, bug: str = "") -> dict[str, Any]:
         without_wait(bug.removeprefix("no wait in "))(session)
     import torch
 
-    from padless import MXFP8
-    from padless.nn import RECIPES, Recipe, experts_function, experts_of_rows, linear_function
+    from padless.nn import RECIPES, experts_function, experts_of_rows, linear_function
     from padless.runtime.devices import backend_on_cpu
-
-    recipe = Recipe(MXFP8, MXFP8, MXFP8) if name == THROUGHOUT else RECIPES[name]
 
     draw = torch.Generator().manual_seed(0)
     sizes, h, i, capacity = (1, 0, 33, 40), 96, 64, 80  # six rows behind the last group
@@ -48,7 +44,7 @@ def main(name: str, bug: str = "") -> dict[str, Any]:
         for t in leaves.values():
             t.requires_grad_()
         there = (offs.cuda(), dout.bfloat16().cuda()) if on_gpu else (offs, dout.bfloat16())
-        out = experts_of_rows(leaves["x"], there[0], leaves["w13"], leaves["w2"], leaves["prob"], recipe=recipe)
+        out = experts_of_rows(leaves["x"], there[0], leaves["w13"], leaves["w2"], leaves["prob"], recipe=RECIPES[name])
         out.backward(there[1])
         found = {"out": out, **{name: t.grad for name, t in leaves.items()}}
         return {name: t.detach().cpu() for name, t in found.items() if t is not None}

@@ -95,6 +95,10 @@ class Gpu:
         self.launched_by(one)
         return 0
 
+    def cuOccupancyMaxActiveClusters(self, clusters: Any, function: Any, config: Any) -> int:
+        clusters._obj.value = 66
+        return 0
+
     def cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> int:
         return 0
 
@@ -174,7 +178,7 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
         gpu = Gpu(quick)
 
         def start(me: CudaDriver, device: int = 0, programmatic: bool = True) -> None:
-            me._device, me.programmatic, me._cuda, me._contexts = device, programmatic, gpu, {}
+            me._device, me.programmatic, me._cuda, me._contexts, me._resident = device, programmatic, gpu, {}, set()
             vars(me)["arch"] = "sm_90a"
 
         def load(me: CudaDriver, kernel: Any, device: int) -> ctypes.c_void_p:

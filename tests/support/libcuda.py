@@ -36,6 +36,7 @@ struct CUlaunchConfig {
     unsigned numAttrs;
 };
 
+static int resident = 66;  // clusters that a device can hold
 static int capabilities[] = {103, 90};  // of devices but 1, and of 1
 static std::mutex guard;
 static bool are_read = true;  // arguments of a launch: two tensor maps, a pointer, a number
@@ -67,6 +68,7 @@ const char* stub_log() {
 }
 void stub_forget() { std::lock_guard<std::mutex> hold(guard); log_text.clear(); }
 void stub_fail(const char* name, int code) { failing = name; failing_code = code; }
+void stub_set_resident(int clusters) { resident = clusters; }
 void stub_reads_arguments(int yes) { are_read = yes; }
 void* stub_current() { return current(); }
 int stub_device() { return current_device(); }
@@ -110,6 +112,15 @@ CUresult cuModuleGetFunction(void** function, void* module, const char* name) {
     if (!current()) return 201;
     *function = (void*)(FUNCTION + (current_device() << 16));
     return record("cuModuleGetFunction", "%p %s", module, name);
+}
+CUresult cuOccupancyMaxActiveClusters(int* clusters, void* function, const CUlaunchConfig* c) {
+    if (!current()) return 201;
+    unsigned size = 1;
+    for (unsigned i = 0; i < c->numAttrs; ++i)
+        if (c->attrs[i].id == 4) size = c->attrs[i].value.dim[0];
+    *clusters = resident;
+    return record("cuOccupancyMaxActiveClusters", "%p cluster=%u block=%u shared=%u", function, size, c->blockX,
+                  c->sharedMemBytes);
 }
 CUresult cuFuncSetAttribute(void* function, int attribute, int value) {
     return record("cuFuncSetAttribute", "%p %d %d", function, attribute, value);
@@ -165,6 +176,7 @@ class Stub:
         library.stub_fail(b"", 0)
         library.stub_set_device(0)
         library.stub_reads_arguments(1)
+        library.stub_set_resident(66)
         library.stub_set_capabilities(103, 90)
         library.stub_forget()
 

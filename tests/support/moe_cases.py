@@ -67,6 +67,15 @@ def route_few(device: str) -> None:
 
 
 @case
+def route_many_experts(device: str) -> None:
+    """One launch, and three: 8192 bins."""
+    route_pair(draw_ids(9, 4, 1025, 1), 1025, device)
+    ids = draw_ids(2050, 2, 4096, 3)
+    ids[:3] = torch.tensor([[4095, 1023], [4096, 1024], [2048, 4095]])
+    route_pair(ids, 4096, device)
+
+
+@case
 def route_all_to_one(device: str) -> None:
     for expert in (0, 2, -1, 9):
         route_pair(torch.full((65, 2), expert), 3, device)

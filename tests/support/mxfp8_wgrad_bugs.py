@@ -6,6 +6,7 @@ from support.planted_bugs import Bug
 
 FOLDER = "sm100_mxfp8_wgrad/"
 MAIN, STORAGE = FOLDER + "sm100_mxfp8_wgrad.cu", FOLDER + "storage.cuh"
+GRADIENT = "device/sm100/gradient.cuh"
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 SCALES_WAIT = "mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);"
 
@@ -58,11 +59,11 @@ BUGS: tuple[Bug, ...] = (
     Bug("every stage begins anew", (), ((MAIN, "block != 0 || step != 0", "step != 0"),)),
     # ---- what is stored
     Bug("columns of another tile", (), ((STORAGE, "in_group % across * TILE", "0 * TILE"),)),
-    Bug("first microbatch accumulating", (), ((STORAGE, "if constexpr (ACCUMULATE)", "if constexpr (true)"),)),
-    Bug("a later microbatch stores", (), ((STORAGE, "if constexpr (ACCUMULATE)", "if constexpr (false)"),), onto=True),
+    Bug("first microbatch accumulating", (), ((GRADIENT, "if constexpr (ACCUMULATE)", "if constexpr (true)"),)),
+    Bug("a later microbatch stores", (), ((GRADIENT, "if constexpr (ACCUMULATE)", "if constexpr (false)"),), onto=True),
     Bug("empty groups get zeros added", (), ((MAIN, "} else if (ACCUMULATE) {", "} else if (false) {"),), onto=True),
     Bug("empty groups are not stored", (), ((MAIN, "} else if (ACCUMULATE) {", "} else if (true) {"),)),
-    Bug("rows of the next group are stored", (), ((STORAGE, "if (row >= d.n_rows) return;", ""),)),
+    Bug("rows of the next group are stored", (), ((GRADIENT, "if (row >= d.n_rows) return;", ""),)),
     # ---- waits, arrivals and fences
     Bug(
         "full barrier not waited for",

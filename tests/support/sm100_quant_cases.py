@@ -139,7 +139,7 @@ BUGS = {
     ),
     "up from the neighbouring columns": (VALUES, "chunk + OUT_CHUNKS :", "chunk + OUT_CHUNKS - 1 :", "concatenated, a tail and plain scales"),
     "up's scales where gate's are": (LOAD, "scale_tile + piece * (to_up / 128)", "scale_tile", "concatenated, one CTA, copied scales"),
-    "up's rows where gate's are": (LOAD, "row + share + piece * to_up", "row + share", "concatenated, one CTA, copied scales"),
+    "up's rows where gate's are": (LOAD, "row + share + piece * to_next", "row + share", "concatenated, one CTA, copied scales"),
     "up's gathered scales 128 rows on": (LOAD, "!IS_A && GATE_AND_UP_APART ? operands.n / 2 : 128", "128", "concatenated, a tail and plain scales"),
     "alpha and bias rounded one by one": (
         "device/quant_outputs.cuh", "__fmaf_rn(sum, alpha, addend)", "__fadd_rn(__fmul_rn(sum, alpha), addend)", "float32 alone",

@@ -20,8 +20,7 @@ EVERY_RECIPE = {
     "bf16 forward": Recipe(forward=BF16, save="fp8"),
     "bf16 forward and dgrad": Recipe(forward=BF16, dgrad=BF16),
     "mxfp8, fp8 wgrad, recompute": Recipe(MXFP8, MXFP8, save="recompute"),
-    "mxfp8 throughout": Recipe(MXFP8, MXFP8, MXFP8),
-    "mxfp8 throughout, recompute": Recipe(MXFP8, MXFP8, MXFP8, save="recompute"),
+    "mxfp8, recompute": Recipe(MXFP8, MXFP8, MXFP8, save="recompute"),
     "nvfp4 forward": Recipe(NVFP4, FP8_BLOCK, BF16, save="recompute"),
 }
 

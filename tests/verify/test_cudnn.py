@@ -19,9 +19,10 @@ import cudnn_table
 from padless import cli
 from padless.emulator import Emulator
 from padless.emulator.fake_driver import memory_of
+from padless.emulator.program.cute_dsl import read_launch, with_driver
 from padless.verify.cudnn import kernel, run
 from padless.verify.cudnn.cases import CASES, OUTPUTS, case_of, operands, outputs_here
-from padless.verify.cudnn.host_code import Device, OnDevice, read_launch, read_parameters, with_driver
+from padless.verify.cudnn.host_code import Device, OnDevice, read_parameters
 
 ROOT = Path(__file__).parents[2]
 COPY = """

@@ -64,7 +64,7 @@ def test_the_emulated_side_of_the_comparison_is_a_function_of_the_seed_and_right
     assert dtype != torch.float16  # whose range the scales leave
     assert torch.equal(a.data.view(torch.uint8), again.a.plain.data.view(torch.uint8))
     assert torch.equal(b.scale, again.b.plain.scale)
-    out = emulate("sm_90a", o).view(dtype)
+    out = emulate("grouped_gemm", "sm_90a", o)[""]
     rows_of_b = b.scale.repeat_interleave(128, 1)[:, : b.shape[1]].repeat_interleave(128, 2)[..., : b.shape[2]]
     weights = b.data.double() * rows_of_b
     values = a.data.double() * a.scale.repeat_interleave(128, 1)[:, : a.shape[1]]

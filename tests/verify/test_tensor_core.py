@@ -63,3 +63,22 @@ def test_the_same_seed_draws_the_same_operands() -> None:
     assert [name for name, _ in once] == list(KINDS_OF_DATA)
     for (_, x), (_, y) in zip(once, again, strict=True):
         assert all(torch.equal(s.view(torch.uint8), t.view(torch.uint8)) for s, t in zip(x, y, strict=True))
+
+
+def test_an_accumulator_of_another_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of one pair with itself, and with the last bit of one sum changed."""
+
+    def computed(driver: object, pair: object, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        found = c.clone()
+        if driver == "wrong":
+            found.view(torch.int32)[-1, -1, -1] ^= 1
+        return found
+
+    monkeypatch.setattr(verify_arithmetic, "PAIRS", PAIRS[:1])
+    monkeypatch.setattr(verify_arithmetic, "run_wgmma", computed)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda t: t)
+    monkeypatch.setattr(verify_arithmetic, "cuda_driver", lambda: "right")
+    assert "bit for bit the same" in verify_arithmetic.check_tensor_core(2)
+    monkeypatch.setattr(verify_arithmetic, "cuda_driver", lambda: "wrong")
+    with pytest.raises(AssertionError, match=r"1 of \d+ differ, first at \(1, 127, 3\)"):
+        verify_arithmetic.check_tensor_core(2)

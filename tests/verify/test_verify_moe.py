@@ -234,6 +234,10 @@ def test_decoding_is_of_more_than_one_pair() -> None:
 
 def test_verify_has_the_checks() -> None:
     assert set(verify_moe.CHECKS) <= set(jobs_of("sm_90a")[0])
+    formats = [o["format"] for o in SUBJECTS["moe.activate_quantize"].lines("sm_90a")]
+    parts = [[name for name in formats if name in part] for part in verify_moe.ACTIVATED.values()]
+    assert sorted(str(name) for part in parts for name in part) == sorted(map(str, formats))
+    assert all(len(part) >= len(formats) // 4 for part in parts)
 
 
 @pytest.mark.gpu

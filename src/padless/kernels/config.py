@@ -12,8 +12,8 @@ from padless.formats import OUT_DTYPES as OUT_DTYPES
 from padless.formats import BlockScaledTensor
 
 BF16 = "BF16"  # stands for a format's name where activations are plain bfloat16
-FEW_GROUPS = 256  # the table of groups in shared memory comes in these sizes
-MAX_GROUPS = 1024
+# The table of groups in shared memory comes in these sizes. The largest takes the place of a stage or two.
+FEW_GROUPS, MANY_GROUPS, MAX_GROUPS = 256, 1024, 4096
 
 
 def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
@@ -22,8 +22,8 @@ def format_name(t: BlockScaledTensor | torch.Tensor) -> str:
 
 
 def room_for_groups(num_groups: int) -> int:
-    """Size of the compiled table of groups for ``num_groups``: one of two, so that few kernels serve all."""
-    return FEW_GROUPS if num_groups <= FEW_GROUPS else MAX_GROUPS
+    """Size of the compiled table of groups for ``num_groups``: one of three, so that few kernels serve all."""
+    return next((room for room in (FEW_GROUPS, MANY_GROUPS) if num_groups <= room), MAX_GROUPS)
 
 
 Requirement = Callable[[bool, str, str], None]

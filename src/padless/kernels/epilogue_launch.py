@@ -15,7 +15,7 @@ import torch
 from padless.epilogue import SCALED_MAX, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK
 from padless.kernels import maps
-from padless.kernels.config import Requirement
+from padless.kernels.config import MANY_GROUPS, Requirement
 from padless.kernels.epilogue_gate import MULTIPLES_OF_N, activation_constants, check_gate_up
 from padless.kernels.launch import KernelConfig
 from padless.runtime import tensor_map
@@ -112,6 +112,16 @@ def check_outputs(
         t = getattr(tensors, name)
         if t is not None and t.data_ptr() % alignment != 0:
             raise ValueError(f"{name} is at address {t.data_ptr():#x}; it must be {alignment}-byte aligned; clone() it")
+
+
+def check_groups(num_groups: int, epilogue: Epilogue) -> None:
+    """Raises ValueError for more groups than Hopper's stores of whole tiles leave shared memory for."""
+    is_large = epilogue.d_dtype == torch.float32 and not epilogue.is_glu
+    if num_groups > MANY_GROUPS and is_large and None not in (epilogue.row_format, epilogue.column_format):
+        raise ValueError(
+            f"b has {num_groups} groups, whose table leaves no shared memory for float32 d next to codes along rows and "
+            f"columns; allowed: at most {MANY_GROUPS} groups, d of 16 bits, or codes along one of the two"
+        )
 
 
 def staged_columns(epilogue: Epilogue) -> int:

@@ -41,7 +41,7 @@ class TokenGroups:
 
 
 def fits(offs: torch.Tensor, *values: torch.Tensor) -> bool:
-    """Whether the kernels take offs and values: at most 1024 groups; bfloat16 rows at multiples of 16 bytes."""
+    """Whether the kernels take offs and values: at most MAX_GROUPS groups; bfloat16 rows at multiples of 16 bytes."""
     return 0 < offs.shape[0] <= MAX_GROUPS and all(
         t.dtype == torch.bfloat16
         and t.stride(1) == 1

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from padless.formats import BlockScaledTensor
+from padless.formats import TILE_BYTES, BlockScaledTensor, ceil_div
 from padless.layouts import to_blocked
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, operand, outer_stride
 
 RAGGED_B = 1 << 30  # the same number as in kernels/device/sm90/output.cuh
 _RAGGED_HUGE = 0x7FFF0000
+_UINT32 = 2  # CUtensorMapDataType
 
 # As in kernels/device/sm90/row_box.cuh: rows a group on average, and of a box where there are no more.
 _FEW_ROWS, _FEW_ROWS_BOX = 48, 16
@@ -79,3 +80,16 @@ def tiled_scale(t: BlockScaledTensor) -> torch.Tensor:
     """The scales in 32x4x4 tiles on a 16-byte boundary, copied where they are not; one group's "blocked_groups" are."""
     scale = to_blocked(t.scale) if t.scale_layout == "plain" else t.scale
     return scale.clone() if scale.data_ptr() % 16 != 0 else scale
+
+
+def scale_tiles(t: BlockScaledTensor, k_atoms: int, row_atoms: int) -> TensorMapSpec:
+    """Scales as (tile rows, tile columns, the 128 words of a 32x4x4 tile), read k_atoms x row_atoms tiles at a time."""
+    columns = ceil_div(t.scale_columns, 4)
+    rows = t.scale.numel() // (columns * TILE_BYTES)
+    return TensorMapSpec(
+        _UINT32,
+        t.scale.data_ptr(),
+        (TILE_BYTES // 4, columns, rows),
+        (TILE_BYTES, columns * TILE_BYTES),
+        (TILE_BYTES // 4, k_atoms, row_atoms),
+    )

@@ -105,7 +105,7 @@ def gradients_of_experts(
 ) -> SwigluGradients:
     """Gradients of what the first product gives and of the rows' weights prob (M,): of rows (M, H), which are
     multiplied again, and the unweighted gradient dy (M, H) of what the second product gives. dy and what the result has
-    of the first product are lifted; its dprob is not.
+    of the first product are pre-scaled; its dprob is not.
     """
     z = grouped_gemm(rows, w13, offs, backend=backend)
     dh = grouped_gemm(dy, transposed(w2.data, w2.scale), offs, backend=backend)

@@ -33,7 +33,7 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
 
     top_k_index: (T, k) int32 or int64 expert ids, k from 1 to 16; T may be 0. Ids below 0 or from num_experts on are no
         expert: their slots come last and take part in nothing.
-    num_experts: E, from 1 to 1024.
+    num_experts: E, from 1 to 4096.
 
     One launch up to 4096 slots, else three. No synchronization; safe in CUDA graphs. Raises ValueError.
     """

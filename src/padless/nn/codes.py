@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from padless.formats import FP8_BLOCK, MXFP4, BlockScaledTensor
-from padless.nn.recipe import Recipe, is_block_scaled
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
+from padless.nn.recipe import Recipe
 from padless.nn.weight_codes import weight_operands
 from padless.ops.checks import describe
 from padless.runtime.choices import GateUp
@@ -88,7 +88,7 @@ def expert_codes(
     """The codes of weights (E, 2 I, H) and (E, H, I), or with input_major (E, H, 2 I) and (E, I, H), in a recipe's
     forward product: bit for bit what that multiplies with. Raises ValueError for a recipe without codes.
     """
-    if not is_block_scaled(recipe.forward):
+    if recipe.forward not in (FP8_BLOCK, MXFP8):
         raise ValueError(f"recipe is {recipe}; its forward product has no codes to export, FP8_BLOCK and MXFP8 have")
     made = (weight_operands(w, recipe, backward=False, input_major=input_major).forward for w in (w13, w2))
     first, second = (t for t in made if isinstance(t, BlockScaledTensor))

@@ -17,6 +17,7 @@ group are in the order of (rank, token, slot), which is that of one process with
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from padless.arguments import check_tensor_type, check_type, is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed
 from padless.epilogue import INTERLEAVE
-from padless.formats import NVFP4, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, NVFP4, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
@@ -41,9 +42,10 @@ from padless.nn.linear_function import (
     operands_of_rows,
 )
 from padless.nn.products import Columns, Rows, product, swiglu_product
-from padless.nn.quantizers import activation_gradients, quantized
-from padless.nn.recipe import RULES, Recipe, as_recipe, is_block_scaled
+from padless.nn.quantizers import activation_gradients, nvfp4_rows, quantized
+from padless.nn.recipe import RULES, Recipe, as_recipe, format_name, is_block_scaled
 from padless.nn.weight_codes import (
+    PARTS,
     WeightOperands,
     flat,
     flat_operands,
@@ -195,7 +197,7 @@ class _Experts(torch.autograd.Function):
     ) -> torch.Tensor:
         recipe, ep = plan.recipe, plan.ep
         dtypes = x.dtype, None if top_k_weights is None else top_k_weights.dtype
-        made13, made2 = joined_operands(recipe, *operands[:4]), joined_operands(recipe, *operands[4:])
+        made13, made2 = (joined_operands(recipe, *of) for of in (operands[: 2 * PARTS], operands[2 * PARTS :]))
         needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
         trains = needs_x or needs_prob or needs13 or needs2
         prob, tokens, inverse, where = top_k_weights, None, None, None
@@ -225,12 +227,12 @@ class _Experts(torch.autograd.Function):
         ctx.weights = (w13 if needs13 else None, w2 if needs2 else None)
         ctx.facts = None
         if trains:
-            kept: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+            kept: tuple[torch.Tensor | None, ...] = (None,) * PARTS
             if recipe.save == "bf16":
-                kept = (z, None)
+                kept = (z, None, None)
             elif recipe.save == "fp8":
                 assert z is not None
-                kept = call("quantize_rows", z)
+                kept = (*call("quantize_rows", z), None)
             elif is_block_scaled(recipe.forward):
                 kept = flat(rows)
             saved_columns: tuple[torch.Tensor | None, ...] = (None,) * 4
@@ -239,7 +241,7 @@ class _Experts(torch.autograd.Function):
             keeps_x = (needs13 and not recipe.fp8_wgrad) or (
                 recipe.save == "recompute" and not is_block_scaled(recipe.forward)
             )
-            again = flat(made13.forward) if recipe.save == "recompute" else (None, None)
+            again = flat(made13.forward) if recipe.save == "recompute" else (None,) * PARTS
             more = () if where is None else (where.ids, where.overflow)
             ctx.save_for_backward(
                 offs, tokens, inverse, prob, x if keeps_x else None,
@@ -255,7 +257,7 @@ class _Experts(torch.autograd.Function):
         if needs_x or needs_prob or needs13 or needs2:
             dx, dprob, dw13, dw2 = _gradients(ctx, dout)
         dshared = dout if needs_shared else None
-        return dx, dprob, dw13, dw2, dshared, None, None, *(None,) * 8
+        return dx, dprob, dw13, dw2, dshared, None, None, *(None,) * (4 * PARTS)
 
 
 def _gathered(
@@ -272,10 +274,10 @@ def _gathered(
     """
     rows: Rows | None = None
     fp8_columns = recipe.fp8_wgrad and needs_wgrad
-    if tokens is not None and is_block_scaled(recipe.forward) and not (recipe.fp8_forward and fp8_columns):
-        name = recipe.forward.name
+    name = format_name(recipe.forward)
+    if tokens is not None and name in RULES and not (recipe.fp8_forward and fp8_columns):
         found = call("gather_quantize", x, inverse, name, RULES[name], "plain", None)
-        rows = quantized(*found, format=recipe.forward)
+        rows = quantized(*found, format=FORMAT_BY_NAME[name])
         if not fp8_columns:
             return rows, None
     of_rows, of_columns = operands_of_rows(
@@ -303,14 +305,14 @@ def _hidden(
         assert isinstance(w13, BlockScaledTensor)
         return None, swiglu_product(rows, w13, offs, plan.gate_up, row_weights)
     z = product(rows, w13, offs, transposed=False, zero_tail=False)
-    name = recipe.forward.name if is_block_scaled(recipe.forward) else BF16
+    name = format_name(recipe.forward) if format_name(recipe.forward) in RULES else BF16
     rule = RULES.get(name, "")
     data, scale = call(
         "activate_quantize", z, "swiglu", plan.gate_up, 1.0, None, 0.0, name, rule, "plain", None, None, row_weights
     )
-    if is_block_scaled(recipe.forward):
-        return z, quantized(data, scale, format=recipe.forward)
-    return z, call("nvfp4_rows", data, offs, False) if recipe.forward == NVFP4 else data
+    if name in RULES:
+        return z, quantized(data, scale, format=FORMAT_BY_NAME[name])
+    return z, nvfp4_rows(data, offs, False) if recipe.forward == NVFP4 else data
 
 
 def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -319,9 +321,11 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     recipe, ep = plan.recipe, plan.ep
     needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
     offs, tokens, inverse, prob, x, *saved = ctx.saved_tensors
-    kept, saved_columns, dgrad13, dgrad2, again, more = (
-        saved[i:j] for i, j in ((0, 2), (2, 6), (6, 8), (8, 10), (10, 12), (12, None))
+    lengths = (PARTS, 4, PARTS, PARTS, PARTS)
+    kept, saved_columns, dgrad13, dgrad2, again = (
+        saved[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)
     )
+    more = saved[sum(lengths) :]
     z = _values_before_activation(plan, kept, x, tokens, again, offs)
     where = None if ep is None else ExpertPlan(offs, prob, inverse, *more)
     if plan.of_rows:
@@ -387,7 +391,7 @@ def _values_before_activation(
     """(T * k, 2 I) bfloat16: as they were kept, or multiplied again."""
     recipe = plan.recipe
     if recipe.save != "recompute":
-        z: torch.Tensor = kept[0] if recipe.save == "bf16" else call("dequantize_rows", *kept)
+        z: torch.Tensor = kept[0] if recipe.save == "bf16" else call("dequantize_rows", *kept[:2])
         return z
     rows: Rows
     if is_block_scaled(recipe.forward):

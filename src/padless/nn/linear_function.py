@@ -7,17 +7,24 @@ from typing import Any
 import torch
 
 from padless.arguments import check_type, refuse_kinds
-from padless.formats import FP8_BLOCK, MXFP8, NVFP4
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.kernels.config import MAX_GROUPS
 from padless.layouts import GroupedColumns
-from padless.nn.calls import call
 from padless.nn.lifted import lowered
 from padless.nn.nvfp4 import padded_offs
 from padless.nn.products import Columns, Rows, product
-from padless.nn.quantizers import mx_rows_and_columns, quantize_rows, rows_and_columns
+from padless.nn.quantizers import (
+    joined_nvfp4_columns,
+    mx_rows_and_columns,
+    nvfp4_columns,
+    nvfp4_rows,
+    quantize_rows,
+    rows_and_columns,
+)
 from padless.nn.recipe import Format, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import (
+    PARTS,
     WeightOperands,
     flat,
     flat_operands,
@@ -47,7 +54,7 @@ def grouped_linear(
     """y[rows of g] = x[rows of g] @ weight[g].T, differentiable for x and weight.
 
     x: (M, K) bfloat16, float16 or float32; float64 with a bfloat16 recipe on a CPU is computed in float64.
-    weight: (G, N, K), the same dtypes; N and K multiples of 16, of 32 with MXFP8.
+    weight: (G, N, K), the same dtypes; N and K multiples of 16, of 32 with MXFP8 or NVFP4.
     offs: (G,) int32 cumulative END rows of the groups, on x's device, never read by the host. Rows past the last group
         take part in nothing, whatever they hold: y and the gradient of x are zeros there.
     recipe: a `padless.nn.Recipe` or the name of one. ``save`` has no meaning here.
@@ -101,7 +108,7 @@ def check_weight(name: str, weight: object, k: int, recipe: Recipe) -> None:
 
 def check_sizes(name: str, shape: tuple[int, ...], recipe: Recipe) -> None:
     """Raises ValueError for a weight (G, N, K) of sizes that the recipe's products do not have."""
-    multiple = 2 * MULTIPLE if MXFP8 in (recipe.forward, recipe.dgrad) else MULTIPLE
+    multiple = MULTIPLE if {recipe.forward, recipe.dgrad}.isdisjoint((MXFP8, NVFP4)) else 2 * MULTIPLE
     if shape[0] > MAX_GROUPS or any(size == 0 or size % multiple for size in shape[1:]):
         raise ValueError(
             f"{name} is (num_groups, N, K) = {shape}; num_groups must be {MAX_GROUPS} at most, and N and K positive "
@@ -136,7 +143,8 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        offs, dgrad_data, dgrad_scale, *saved = ctx.saved_tensors
+        offs, *kept = ctx.saved_tensors
+        of_dgrad, saved = kept[:PARTS], kept[PARTS:]
         recipe, dtype, facts = ctx.how
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         dx = dw = None
@@ -145,12 +153,12 @@ class _GroupedLinear(torch.autograd.Function):
             is_gradient=True,
         )  # fmt: skip
         if needs_dgrad:
-            w = lowered(joined(dgrad_data, dgrad_scale, format=recipe.dgrad))
+            w = lowered(joined(*of_dgrad, format=recipe.dgrad))
             dx = product(rows, w, offs, transposed=True, zero_tail=True).to(dtype)
         if needs_wgrad:
             x_columns = lowered(joined_columns(saved, facts, offs))
             dw = deliver(ctx.weight, ctx.delayed_wgrad, columns, x_columns, offs_of_columns(offs, recipe))
-        return dx, dw, None, None, None, *(None,) * 4
+        return dx, dw, None, None, None, *(None,) * (2 * PARTS)
 
 
 # --- operands of rows ------------------------------------------------------------------------------------
@@ -187,16 +195,16 @@ def operands_of_rows(
         if of_rows is not None:
             return of_rows, columns
     elif columns_format == NVFP4:
-        columns = call("nvfp4_columns", plain, offs, is_gradient)
+        columns = nvfp4_columns(plain, offs, is_gradient)
     if rows_format == NVFP4:
-        rows = call("nvfp4_rows", plain, offs, is_gradient)
+        rows = nvfp4_rows(plain, offs, is_gradient)
     elif rows_format is not None and is_block_scaled(rows_format) and not both:
         rows = quantize_rows(of_blocks if rows_format == FP8_BLOCK else x, rows_format)
     return rows, columns
 
 
 def offs_of_columns(offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """End rows of the groups of plain columns: NVFP4's are padded."""
+    """End rows of the groups of columns: NVFP4's are padded."""
     return padded_offs(offs) if recipe.wgrad == NVFP4 else offs
 
 
@@ -204,6 +212,8 @@ def flat_columns(columns: Columns) -> tuple[torch.Tensor | None, ...]:
     """What autograd saves of an operand along the tokens."""
     if isinstance(columns, GroupedColumns):
         return columns.data, columns.scale, columns.starts, columns.block_starts
+    if isinstance(columns, BlockScaledTensor):
+        return columns.data, columns.scale, columns.global_scale, None
     if isinstance(columns, tuple):
         return *columns, None, None
     return columns, None, None, None
@@ -217,7 +227,10 @@ def columns_facts(columns: Columns) -> tuple[tuple[int, int], int] | None:
 def joined_columns(saved: Any, facts: tuple[tuple[int, int], int] | None, offs: torch.Tensor) -> Columns:
     """The inverse of `flat_columns` and `columns_facts`."""
     if facts is None:
-        plain: torch.Tensor = saved[0]
-        return plain if saved[1] is None else (plain, saved[1])
+        data, scale, global_scale, _ = saved
+        if global_scale is not None:
+            return joined_nvfp4_columns(data, scale, global_scale)
+        found: Columns = data if scale is None else (data, scale)
+        return found
     data, scale, starts, block_starts = saved
     return GroupedColumns(data, scale, offs, starts, block_starts, *facts)

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, NVFP4, BlockScaledTensor
 from padless.moe import slots
 from padless.moe.ops import _quantized_fake, operator
 from padless.nn import rows
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
+from padless.ops.grouped_gemm_wgrad_nvfp4 import grouped_gemm_wgrad_nvfp4
 from padless.quantization.mx_rows_columns import values_of_columns
-from padless.quantization.quantize import quantize
+from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.architecture import BLACKWELL
 from padless.runtime.devices import hopper_driver, kernels_for
 
@@ -142,6 +143,34 @@ def _mxfp8_wgrad_into(
         grouped_gemm_wgrad_mxfp8(of_dy, of_x, offs, out=out, accumulate=accumulate)
     else:
         _bf16_wgrad_into(out, values_of_columns(of_dy, offs), values_of_columns(of_x, offs), offs, accumulate)
+
+
+@operator(
+    "nvfp4_grouped_gemm_wgrad_",
+    "(Tensor(a!) out, Tensor dy, Tensor dy_scale, Tensor dy_global, Tensor x, Tensor x_scale, Tensor x_global, "
+    "Tensor ends, bool accumulate) -> ()",
+    lambda *arguments: None,
+)
+def _nvfp4_wgrad_into(
+    out: torch.Tensor, dy: torch.Tensor, dy_scale: torch.Tensor, dy_global: torch.Tensor, x: torch.Tensor,
+    x_scale: torch.Tensor, x_global: torch.Tensor, ends: torch.Tensor, accumulate: bool,
+) -> None:  # fmt: skip
+    """dy @ x.T of each group's tokens to ``out`` (G, N, K), of bytes of transposed NVFP4 with scales in tiles.
+
+    Without the kernel the values of codes and block scales, which bfloat16 has exactly, are multiplied.
+    """
+    on_kernels = not dy.is_cuda or kernels_for(dy.device) == BLACKWELL.name
+    globals_ = (dy_global, x_global) if on_kernels else (None, None)
+    of_dy, of_x = (
+        BlockScaledTensor(codes.view(NVFP4.data_dtype), scale.view(NVFP4.scale_dtype), NVFP4, of_all, "blocked")
+        for codes, scale, of_all in ((dy, dy_scale, globals_[0]), (x, x_scale, globals_[1]))
+    )
+    if on_kernels:
+        grouped_gemm_wgrad_nvfp4(of_dy, of_x, ends, out=out, accumulate=accumulate)
+        return
+    values = (dequantize(t, torch.bfloat16).T.contiguous() for t in (of_dy, of_x))
+    found = _bf16_wgrad(*values, ends, torch.float32) * (dy_global * x_global)
+    _ = out.add_(found) if accumulate else out.copy_(found)
 
 
 def _has_bf16_kernels(t: torch.Tensor) -> bool:

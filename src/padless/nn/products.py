@@ -19,7 +19,7 @@ from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.quantization.mx_rows_columns import Columns as MxColumns
 
 Rows = BlockScaledTensor | torch.Tensor
-Columns = GroupedColumns | MxColumns | torch.Tensor
+Columns = GroupedColumns | MxColumns | BlockScaledTensor | torch.Tensor  # a tensor with scales: NVFP4, transposed
 
 
 def _tensor(found: Any) -> torch.Tensor:
@@ -64,6 +64,11 @@ def wgrad(dy: Columns, x: Columns, offs: torch.Tensor, out_dtype: torch.dtype) -
         return _tensor(call("bf16_grouped_gemm_wgrad", dy, x, offs, out_dtype))
     if isinstance(dy, tuple):
         return _tensor(call("mxfp8_grouped_gemm_wgrad", *_bytes(dy), *_bytes(x), offs, out_dtype))
+    if isinstance(dy, BlockScaledTensor):
+        assert isinstance(x, BlockScaledTensor)
+        out = torch.empty((offs.shape[0], dy.shape[0], x.shape[0]), dtype=out_dtype, device=dy.device)
+        wgrad_into(out, dy, x, offs, accumulate=False)
+        return out
     assert isinstance(x, GroupedColumns)
     if _features_share_scales(dy):
         return wgrad(x, dy, offs, out_dtype).mT.contiguous()
@@ -80,6 +85,10 @@ def wgrad_into(out: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor, *
     if isinstance(dy, tuple):
         call("mxfp8_grouped_gemm_wgrad_", out, *_bytes(dy), *_bytes(x), offs, accumulate)
         return
+    if isinstance(dy, BlockScaledTensor):
+        assert isinstance(x, BlockScaledTensor)
+        call("nvfp4_grouped_gemm_wgrad_", out, *_parts(dy), *_parts(x), offs, accumulate)
+        return
     assert isinstance(x, GroupedColumns)
     if _features_share_scales(dy):
         found = wgrad(x, dy, offs, torch.float32 if accumulate else out.dtype).mT
@@ -92,6 +101,12 @@ def _bytes(columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
     """MXFP8 codes and scales along the tokens, as operators take them."""
     assert isinstance(columns, tuple)
     return columns[0].view(torch.uint8), columns[1].view(torch.uint8)
+
+
+def _parts(t: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """NVFP4 codes and scales as bytes, and the global scale."""
+    assert t.global_scale is not None
+    return t.data.view(torch.uint8), t.scale.view(torch.uint8), t.global_scale
 
 
 def _features_share_scales(t: GroupedColumns) -> bool:

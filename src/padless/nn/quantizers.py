@@ -7,27 +7,41 @@ from __future__ import annotations
 
 import torch
 
-from padless.formats import FP8_BLOCK, MXFP8, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import GroupedColumns
+from padless.nn import nvfp4 as nvfp4  # registers operators that are called here
 from padless.nn.calls import call, is_traced
 from padless.quantization import mx_rows_columns, rows_columns, swiglu_backward, weight_both
 from padless.quantization.rows_columns import chosen_alignment, quantize_rows_columns
 from padless.quantization.swiglu_backward import SwigluGradients, swiglu_backward_quantize
 from padless.quantization.weight_both import quantize_weight_both
-from padless.runtime.choices import SwigluGateUp
+from padless.runtime.choices import ScaleLayout, SwigluGateUp
 
 _E4M3 = torch.float8_e4m3fn
 
 
-def quantized(codes: torch.Tensor, scale: torch.Tensor, *, format: BlockScaledFormat = FP8_BLOCK) -> BlockScaledTensor:
-    """E4m3 codes and scales that fit them, either perhaps as bytes: not checked, but where a graph is traced."""
-    data = codes if codes.dtype == _E4M3 else codes.view(_E4M3)
+def quantized(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    *,
+    format: BlockScaledFormat = FP8_BLOCK,
+    scale_layout: ScaleLayout = "plain",
+) -> BlockScaledTensor:
+    """Codes and scales that fit them, either perhaps as bytes: not checked, but where a graph is traced."""
+    data = codes if codes.dtype == format.data_dtype else codes.view(format.data_dtype)
     scale = scale if scale.dtype == format.scale_dtype else scale.view(format.scale_dtype)
     if torch.compiler.is_compiling():
-        return BlockScaledTensor(data, scale, format)
+        return BlockScaledTensor(data, scale, format, global_scale, scale_layout)
     made = object.__new__(BlockScaledTensor)
     made.__dict__.update(
-        data=data, scale=scale, format=format, global_scale=None, scale_layout="plain", offs=None, row_groups=None
+        data=data,
+        scale=scale,
+        format=format,
+        global_scale=global_scale,
+        scale_layout=scale_layout,
+        offs=None,
+        row_groups=None,
     )
     return made
 
@@ -97,6 +111,31 @@ def mx_weight(weight: torch.Tensor) -> BlockScaledTensor:
     rows = quantize_rows(weight.reshape(-1, weight.shape[2]), MXFP8)
     shape = tuple(weight.shape)
     return quantized(rows.data.view(shape), rows.scale.view(*shape[:2], -1), format=MXFP8)
+
+
+def nvfp4_rows(x: torch.Tensor, offs: torch.Tensor, by_chance: bool) -> BlockScaledTensor:
+    """x (M, N) in NVFP4 along its rows; rows of no group are zeros."""
+    return quantized(*call("nvfp4_rows", x, offs, by_chance), format=NVFP4)
+
+
+def nvfp4_columns(x: torch.Tensor, offs: torch.Tensor, by_chance: bool) -> BlockScaledTensor:
+    """x (M, N) transposed, (N, T) in NVFP4 along the tokens of every group, which is Hadamard-transformed."""
+    return joined_nvfp4_columns(*call("nvfp4_columns", x, offs, by_chance))
+
+
+def joined_nvfp4_columns(*parts: torch.Tensor) -> BlockScaledTensor:
+    """Codes, scales in tiles and global scale as one."""
+    return quantized(*parts, format=NVFP4, scale_layout="blocked")
+
+
+def nvfp4_weight(weight: torch.Tensor, transposed: bool) -> tuple[BlockScaledTensor, ...]:
+    """A weight (G, N, K) in NVFP4 with a scale per 16 x 16; with ``transposed`` also (G, K, N) of the same codes."""
+    codes, scale, of_columns, column_scale, decode = call("nvfp4_weight", weight.contiguous(), transposed)
+    made = quantized(codes, scale, decode, format=NVFP4)
+    if not transposed:
+        return (made,)
+    # A copy: Dynamo traces no function under autograd that is given a tensor twice.
+    return made, quantized(of_columns, column_scale, decode.clone(), format=NVFP4)
 
 
 def weight_and_transpose(weight: torch.Tensor) -> tuple[BlockScaledTensor, BlockScaledTensor]:

@@ -14,7 +14,7 @@ from padless.runtime.choices import Saved, WgradMode
 Format = BlockScaledFormat | torch.dtype
 ALONG_FEATURES: tuple[Format, ...] = (FP8_BLOCK, MXFP8, NVFP4, torch.bfloat16)
 FORMATS = {"forward": ALONG_FEATURES, "dgrad": ALONG_FEATURES, "wgrad": (FP8_BLOCK, MXFP8, NVFP4, torch.bfloat16)}
-RULES = {"FP8_BLOCK": "", "MXFP8": "rceil"}  # for scales
+RULES = {"FP8_BLOCK": "", "MXFP8": "rceil"}  # for scales, of formats that passes over rows quantize to
 WGRAD_MODES = {"1d2d": (128, 128), "1d1d": (1, 128)}  # (features, tokens) that share a scale of the inputs' columns
 SAVED = ("bf16", "fp8", "recompute")
 
@@ -25,15 +25,15 @@ class Recipe:
 
     forward: of y = x @ w.T, `padless.FP8_BLOCK`, MXFP8, NVFP4 or torch.bfloat16. In FP8_BLOCK x has a scale per 128
         columns of a row and w one per 128 x 128, as in DeepSeek-V3 (arXiv 2412.19437). With MXFP8 N and K are multiples
-        of 32. NVFP4 is emulated: its values are computed and multiplied as bfloat16 (`padless.nn.nvfp4`).
+        of 32. With NVFP4, too; x has a scale per 16 of a row and w one per 16 x 16 (`padless.nn.nvfp4`).
     dgrad: of dx = dy @ w, the same. In FP8_BLOCK the weights' codes are those of the forward product, transposed,
         bit for bit, and dy has a scale per 128 columns of a row: never one per 128 x 128, with which DeepSeek-V3's
         authors saw training diverge. In MXFP8 the weights are quantized once more, along N. In NVFP4 they are those of
         the forward product, and dy is rounded stochastically.
     wgrad: of dw = dy.T @ x, FP8_BLOCK, MXFP8, NVFP4 or torch.bfloat16. In FP8_BLOCK dy has a scale per feature and 128
         tokens of a group. In MXFP8 dy and x have one per feature and 32 tokens of a group; tensor cores of Blackwell
-        multiply the codes, elsewhere their values are multiplied in bfloat16, which has all of them. In NVFP4 both are
-        Hadamard-transformed along the tokens, and dy is rounded stochastically.
+        multiply the codes, elsewhere their values are multiplied in bfloat16, which has all of them. In NVFP4, too, with
+        one per feature and 16 tokens; both are Hadamard-transformed along the tokens, and dy is rounded stochastically.
     wgrad_mode: scales of x in an FP8_BLOCK wgrad: "1d2d", one per 128 features and 128 tokens; "1d1d", one per
         feature and 128 tokens.
     save: how `Experts` keep the values before their activation for the backward pass: "bf16"; "fp8", in FP8_BLOCK, half
@@ -55,14 +55,14 @@ class Recipe:
         for name, allowed in FORMATS.items():
             format = getattr(self, name)
             if not is_one_of(format, allowed):
-                raise ValueError(f"{name} is {shown(format)}; allowed: {', '.join(map(_name, allowed))}")
+                raise ValueError(f"{name} is {shown(format)}; allowed: {', '.join(map(format_name, allowed))}")
         if not is_one_of(self.wgrad_mode, WGRAD_MODES):
             raise ValueError(f"wgrad_mode is {shown(self.wgrad_mode)}; allowed: {', '.join(map(repr, WGRAD_MODES))}")
         if not is_one_of(self.save, SAVED):
             raise ValueError(f"save is {shown(self.save)}; allowed: {', '.join(map(repr, SAVED))}")
 
     def __repr__(self) -> str:
-        names = (f"{part}={_name(getattr(self, part))}" for part in ("forward", "dgrad", "wgrad"))
+        names = (f"{part}={format_name(getattr(self, part))}" for part in ("forward", "dgrad", "wgrad"))
         return f"Recipe({', '.join(names)}, wgrad_mode={self.wgrad_mode!r}, save={self.save!r})"
 
     @property
@@ -87,11 +87,12 @@ class Recipe:
 
 
 def is_block_scaled(format: Format) -> TypeGuard[BlockScaledFormat]:
-    """Whether operands of a product along features are codes and scales; NVFP4's are their values."""
-    return format in (FP8_BLOCK, MXFP8)
+    """Whether operands of a product along features are codes and scales."""
+    return format in (FP8_BLOCK, MXFP8, NVFP4)
 
 
-def _name(format: Format) -> str:
+def format_name(format: Format) -> str:
+    """As messages have it."""
     return format.name if isinstance(format, BlockScaledFormat) else str(format)
 
 
@@ -100,7 +101,8 @@ RECIPES = {
     "fp8_compact": Recipe(save="fp8"),
     "fp8_1d1d": Recipe(wgrad_mode="1d1d"),
     "fp8_bf16_wgrad": Recipe(wgrad=torch.bfloat16),
-    "mxfp8": Recipe(MXFP8, MXFP8, torch.bfloat16),
+    "mxfp8": Recipe(MXFP8, MXFP8, MXFP8),
+    "mxfp8_bf16_wgrad": Recipe(MXFP8, MXFP8, torch.bfloat16),
     "nvfp4": Recipe(NVFP4, NVFP4, NVFP4),
     "bf16": Recipe(torch.bfloat16, torch.bfloat16, torch.bfloat16),
 }

@@ -13,12 +13,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
-from padless.nn.calls import call, is_traced
-from padless.nn.quantizers import mx_weight, quantized, weight_and_transpose
+from padless.nn.calls import is_traced
+from padless.nn.quantizers import mx_weight, nvfp4_weight, quantized, weight_and_transpose
 from padless.nn.recipe import Format, Recipe, is_block_scaled
 from padless.quantization.quantize import quantize
 from padless.runtime.devices import is_capturing
 
+PARTS = 3  # of an operand: codes, scales, NVFP4's global scale
 # Steps of optimizers so far.
 _steps = [0]
 
@@ -33,9 +34,9 @@ register_optimizer_step_post_hook(_count_step)
 class WeightOperands(NamedTuple):
     """Operands of the two products that read a weight (G, N, K).
 
-    forward: FP8_BLOCK or MXFP8 (G, N, K), or the weight in bfloat16, rounded to NVFP4's values for NVFP4. dgrad:
-        FP8_BLOCK or MXFP8 (G, K, N), or a bfloat16 weight (G, N, K), the forward product's where the formats are equal.
-        Where one is plain it is in a type that products are computed in.
+    forward: FP8_BLOCK, MXFP8 or NVFP4 (G, N, K), or the weight in bfloat16. dgrad: FP8_BLOCK, MXFP8 or NVFP4 (G, K, N),
+        or a bfloat16 weight (G, N, K), the forward product's where the formats are equal. Where one is plain it is in a
+        type that products are computed in.
     """
 
     forward: BlockScaledTensor | torch.Tensor
@@ -67,9 +68,10 @@ def weight_operands(
                 made[format] = (quantize(weight, FP8_BLOCK, kind="weight"),)
         elif format == MXFP8:
             made[format] = (mx_weight(weight), mx_weight(weight.mT)) if backward else (mx_weight(weight),)
+        elif format == NVFP4:
+            made[format] = nvfp4_weight(weight, backward)
         else:
-            plain = call("nvfp4_weight", weight.contiguous()) if format == NVFP4 else weight
-            made[format] = (plain if plain.dtype == torch.float64 else plain.to(torch.bfloat16),) * 2
+            made[format] = (weight if weight.dtype == torch.float64 else weight.to(torch.bfloat16),) * 2
     forward = made[recipe.forward][0]
     return WeightOperands(forward, made[recipe.dgrad][1] if backward else forward)
 
@@ -137,33 +139,27 @@ def facts_of(weight: torch.Tensor, recipe: Recipe) -> tuple[Any, ...] | None:
 
 
 def flat_operands(operands: WeightOperands) -> tuple[torch.Tensor | None, ...]:
-    """Four tensors that a function under autograd can take; the last two are None where both operands are one."""
-    of_dgrad = (None, None) if operands.dgrad is operands.forward else flat(operands.dgrad)
+    """2 * PARTS tensors that a function under autograd can take; the second half is None where both operands are one."""
+    of_dgrad = (None,) * PARTS if operands.dgrad is operands.forward else flat(operands.dgrad)
     return (*flat(operands.forward), *of_dgrad)
 
 
-def joined_operands(
-    recipe: Recipe,
-    data: torch.Tensor,
-    scale: torch.Tensor | None,
-    dgrad_data: torch.Tensor | None,
-    dgrad_scale: torch.Tensor | None,
-) -> WeightOperands:
+def joined_operands(recipe: Recipe, *parts: torch.Tensor | None) -> WeightOperands:
     """The inverse of `flat_operands`."""
-    forward = joined(data, scale, format=recipe.forward)
-    return WeightOperands(
-        forward, forward if dgrad_data is None else joined(dgrad_data, dgrad_scale, format=recipe.dgrad)
-    )
+    forward = joined(*parts[:PARTS], format=recipe.forward)
+    return WeightOperands(forward, forward if parts[PARTS] is None else joined(*parts[PARTS:], format=recipe.dgrad))
 
 
-def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(codes, scale) or (values, None): what autograd can save."""
-    return (t.data, t.scale) if isinstance(t, BlockScaledTensor) else (t, None)
+def flat(t: BlockScaledTensor | torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """(codes, scale, NVFP4's global scale or None) or (values, None, None): what autograd can save."""
+    return (t.data, t.scale, t.global_scale) if isinstance(t, BlockScaledTensor) else (t, None, None)
 
 
-def joined(data: torch.Tensor, scale: torch.Tensor | None, *, format: Format) -> BlockScaledTensor | torch.Tensor:
+def joined(*parts: torch.Tensor | None, format: Format) -> BlockScaledTensor | torch.Tensor:
     """The inverse of `flat` for an operand of this format."""
+    data, scale, global_scale = parts
+    assert data is not None
     if scale is None:
         return data
     assert is_block_scaled(format)
-    return quantized(data, scale, format=format)
+    return quantized(data, scale, global_scale, format=format)

@@ -86,7 +86,7 @@ def grouped_gemm(
             too: then K is a multiple of 8, and K or N is contiguous (``w.transpose(1, 2)`` of weights (G, K, N), as an
             input gradient has them, is read in place).
         offs: (G,) int32 on a's device, cumulative END row of each group; equal neighbours are an empty group. G is at
-            most 1024. int64, what torch's cumsum gives, is cast first, a launch more on a GPU.
+            most 4096. int64, what torch's cumsum gives, is cast first, a launch more on a GPU.
         out: (M, N) to write into, or None for a new tensor. Rows at or past offs[-1] are left as they are, so in a
             new tensor they hold whatever was in memory. It shares no memory with what the call reads.
         out_dtype: torch.bfloat16, float16 or float32, when ``out`` is None.

@@ -7,7 +7,7 @@ import torch
 from padless.arguments import check_flag, check_readable
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm100_mxfp8_wgrad import host
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
 from padless.ops.checks import check_alignment, check_ends, check_rows, describe
 from padless.ops.outputs import check_outputs
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens

@@ -160,6 +160,7 @@ class CudaDriver:
             raise DriverError(f"no CUDA driver on this machine ({error})") from None
         self._check("cuInit", self._cuda.cuInit(0))
         self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._resident: set[tuple[object, ...]] = set()  # clusters of which some fit, by kernel
 
     def _check(self, call: str, code: int) -> None:
         if code != 0:
@@ -245,8 +246,23 @@ class CudaDriver:
         arguments: Sequence[Argument],
         tensors: Sequence[torch.Tensor],
     ) -> PreparedLaunch:
-        """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory."""
-        return CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
+        """Packs a launch. ``arguments`` in the kernel's order; ``tensors`` is for drivers that track memory.
+
+        Raises DriverError where no cluster of it can be resident: GPUs differ in how many multiprocessors a cluster has
+        to choose from.
+        """
+        launch = CudaLaunch(self, function, kernel.shared_bytes, shape, arguments, tensors[0].device.index or 0)
+        key = (launch.device, function.value, shape.cluster, shape.block)
+        if shape.cluster > 1 and key not in self._resident:
+            with self.context_of(launch.device):
+                if launch.resident_clusters() == 0:
+                    raise DriverError(
+                        f"{kernel.entry} needs clusters of {shape.cluster} CTAs with {shape.block} threads and "
+                        f"{kernel.shared_bytes} bytes of shared memory each, and not one is resident on "
+                        f"GPU {launch.device}"
+                    )
+            self._resident.add(key)
+        return launch
 
 
 class CudaLaunch:
@@ -331,8 +347,15 @@ class CudaLaunch:
         how = (self.device, self._function.value, self._shared_bytes, self._shape, self._driver.programmatic)
         return *how, len(self.words), *self._starts, *self.counters
 
-    def _call(self, stream: int) -> Callable[[], int]:
-        config = _LaunchConfig(
+    def resident_clusters(self) -> int | None:
+        """Clusters of this launch that the device can hold together; None where the driver does not say."""
+        found = ctypes.c_int()
+        ask = self._driver._cuda.cuOccupancyMaxActiveClusters
+        code = ask(ctypes.byref(found), self._function, ctypes.byref(self._config(0)))
+        return found.value if code == 0 else None
+
+    def _config(self, stream: int) -> _LaunchConfig:
+        return _LaunchConfig(
             grid=(self._shape.grid, 1, 1),
             block=(self._shape.block, 1, 1),
             shared_bytes=self._shared_bytes,
@@ -340,8 +363,10 @@ class CudaLaunch:
             attributes=self._attributes,
             num_attributes=len(self._attributes),
         )
+
+    def _call(self, stream: int) -> Callable[[], int]:
         pointers = ctypes.byref(self._pointers)
-        return partial(self._launch, ctypes.byref(config), self._function, pointers, None)
+        return partial(self._launch, ctypes.byref(self._config(stream)), self._function, pointers, None)
 
 
 # --- what a thread launches --------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def _shipped(source: str, prelude: str, arch: str) -> CompiledKernel | None:
         return None
     for target in (arch, family_of(arch)):
         if target and (read := found.read(cache_name(found.compiler, Kernel(source, prelude, target, "cubin")))):
-            return _describe(read[0], "cubin", read[1], entry_of(source))
+            return _describe(read[0], "cubin", read[1]["log"], entry_of(source))
     return None
 
 

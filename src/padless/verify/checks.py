@@ -75,15 +75,10 @@ def rehearse(check: Check, arch: str, part: int) -> None:
 
 def small_of(module: str) -> Check:
     """The small launches of a module, for compute-sanitizer."""
-    name, *call = module.split()
-    found = import_module(name).small_of(*call) if call else import_module(name).SMALL
+    name, *calls = module.split()
+    found = import_module(name).small_of(*calls)
     assert isinstance(found, Check)
     return found
-
-
-def run_small(check: Check) -> None:
-    print(check())
-    print("small problems done")
 
 
 def rehearsals_of(arch: str, checks: Iterable[Callable[[], str]], modules: Iterable[str]) -> list[Rehearsal]:

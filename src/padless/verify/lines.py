@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 
-from padless.verify.checks import Check, run_small
-from padless.verify.fuzz import product_lines
+from padless.verify.checks import Check
+from padless.verify.fuzz import epilogue_lines, product_lines
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options, Problem
 from padless.verify.fuzz.subjects import SUBJECTS
@@ -27,9 +27,14 @@ def check_of(call: str, lines: product_lines.Lines | None = None) -> Check:
     return Check(partial(_judge, [(call, lines or SUBJECTS[call].lines)]), _PARTS)
 
 
-def triton_check_of(*calls: str) -> Check:
-    """All fixed problems of calls for which Triton compiles, while they run."""
-    return Check(partial(_judge, [(call, SUBJECTS[call].lines) for call in calls]), 0)
+def triton_check_of(*calls: str, formats: tuple[str | None, ...] = ()) -> Check:
+    """All fixed problems of calls for which Triton compiles, while they run; with formats those of these outputs."""
+    lines = [(call, partial(_of_formats, call, formats) if formats else SUBJECTS[call].lines) for call in calls]
+    return Check(partial(_judge, lines), 0)
+
+
+def _of_formats(call: str, formats: tuple[str | None, ...], arch: str) -> Iterator[Options]:
+    return (options for options in SUBJECTS[call].lines(arch) if options["format"] in formats)
 
 
 def small_of(*calls: str) -> Check:
@@ -42,6 +47,10 @@ def _small(call: str, arch: str) -> Iterator[Options]:
 
 
 PRODUCTS: dict[str, Check] = {name: check_of(*found) for name, found in product_lines.CHECKS.items()}
+EPILOGUES: dict[str, Check] = {
+    name: check_of("grouped_gemm_epilogue", lines) for name, lines in epilogue_lines.CHECKS.items()
+}
 
 if __name__ == "__main__":
-    run_small(small_of(*sys.argv[1:]))
+    print(small_of(*sys.argv[1:])())
+    print("small problems done")

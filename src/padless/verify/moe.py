@@ -15,11 +15,10 @@ from padless.kernels.table import kernels_arch
 from padless.moe import moe, ops, route
 from padless.runtime.driver import cuda_driver
 from padless.testing.bits import same_bits
-from padless.verify import epilogue
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Options
 from padless.verify.fuzz.whole_layer import GPT_OSS, Layer, cases_of, edge_lines, line_of
-from padless.verify.lines import check_of, triton_check_of
+from padless.verify.lines import EPILOGUES, check_of, triton_check_of
 
 DEVICE = "cuda"
 DECODED, DECODE_EXPERTS, DECODE_TOP_K, DECODE_COLUMNS = (1, 16, 64), 64, 8, 512
@@ -138,17 +137,26 @@ def _answer(found: tuple[Any, ...]) -> tuple[Any, ...]:
     return found[1:]
 
 
+# Formats of activations, whose kernels take Triton longest: each part is a process's.
+ACTIVATED: dict[str, tuple[str | None, ...]] = {
+    "": (None, "FP8_BLOCK"),
+    " in MXFP8": ("MXFP8", "MXFP8_E5M2"),
+    " in FP4": ("MXFP4", "NVFP4"),
+}
 # By name; Triton compiles the passes while they run, so each is one check, in parallel with the others.
 PASSES: dict[str, Callable[[], str]] = {
     "routing of the MoE layer": triton_check_of("moe.route"),
     "gathers of the MoE layer": triton_check_of("moe.gather_quantize"),
-    "activations of the MoE layer": triton_check_of("moe.activate_quantize"),
+    **{
+        f"activations of the MoE layer{where}": triton_check_of("moe.activate_quantize", formats=formats)
+        for where, formats in ACTIVATED.items()
+    },
     "sums of the MoE layer": triton_check_of("moe.combine"),
 }
 CHECKS: dict[str, Callable[[], str]] = {
     **PASSES,
     "operators of the MoE layer": check_operators,
-    "gated epilogues": epilogue.GATES,
+    "gated epilogues": EPILOGUES["gated epilogues"],
     "MoE layer": check_of("moe.moe"),
     "MoE layer at edges": check_of("moe.moe", edge_lines),
     "decoding by the MoE layer": check_decode,

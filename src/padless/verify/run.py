@@ -26,10 +26,10 @@ from padless.runtime.jit import source_digests
 from padless.testing import machine
 from padless.testing.compile_ahead import Gpu, Rehearsal, compile_ahead
 from padless.testing.processes import cpus, useful_workers, worker_pool
-from padless.verify import chains, epilogue
+from padless.verify import chains
 from padless.verify.checks import rehearsals_of
 from padless.verify.emulator import products, tensor_core
-from padless.verify.lines import PRODUCTS, check_of, triton_check_of
+from padless.verify.lines import EPILOGUES, PRODUCTS, check_of, triton_check_of
 from padless.verify.moe import CHECKS as MOE_CHECKS
 from padless.verify.moe import TRITON_ALONE
 from padless.verify.training import graphs
@@ -40,7 +40,7 @@ SANITIZER_TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Command lines of small launches. The first two are every GPU's.
 SANITIZED = (
     "padless.verify.lines grouped_gemm gemm grouped_gemm_list",
-    "padless.verify.small",
+    "padless.verify.lines grouped_gemm_epilogue",
     "padless.verify.lines grouped_gemm_wgrad",
     "padless.verify.lines plain.grouped_gemm_wgrad",
     "padless.verify.lines plain.grouped_gemm",
@@ -68,7 +68,7 @@ _FP8_BLOCK = (
 CHECKS: dict[str, Check] = {**{name: PRODUCTS[name] for name in _FP8_BLOCK}, **QUANTIZER_CHECKS}
 _ALL: dict[str, Check] = {
     "formats": PRODUCTS["formats"],
-    "epilogues": epilogue.CHECK,
+    "epilogues": EPILOGUES["epilogues"],
     "chains": chains.CHECK,
     "batch invariance": PRODUCTS["batch invariance"],
     **MOE_CHECKS,
@@ -182,7 +182,7 @@ def jobs_of(
     if against_emulator:
         if on_hopper:
             jobs |= tensor_core.COMPARISONS
-        comparisons = products.COMPARISONS | epilogue.COMPARISONS
+        comparisons = products.COMPARISONS
         jobs |= {name: c for name, c in comparisons.items() if on_hopper or name != "emulator agrees"}
     return jobs, [*SANITIZED[: None if on_hopper else 2]]
 

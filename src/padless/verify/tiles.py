@@ -11,7 +11,7 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
-from padless.kernels.table import ROUTES, Route, find_route, kernels_arch
+from padless.kernels.table import QUANT, ROUTES, Route, find_route, kernels_arch
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options
 
@@ -30,6 +30,10 @@ _LISTS: tuple[KernelChoice | None, ...] = (
     Sm100GroupedConfig(cta_group=2, mma_n=256, multicast=2),
     Sm100GroupedConfig(cta_group=2, mma_n=64, tokens_on_n=True),
 )
+# Of Hopper's FP8_BLOCK kernel with an epilogue.
+FUSED: tuple[Sm90Fp8Config | None, ...] = (
+    None, *(Sm90Fp8Config(block_m=m, cluster_n=cluster) for m in (128, 256, 64) for cluster in (1, 2))
+)  # fmt: skip
 
 
 def routes_of(arch: str, operation: str = "grouped_gemm") -> list[Route]:
@@ -65,6 +69,8 @@ def config_of(
         return configs[tile % len(configs)]
     if route.config_class is Sm100DenseConfig:
         return _DENSE[tile]
+    if operation == QUANT and tile:
+        return FUSED[tile]
     default = find_route(operation, route.arch, route.a, route.b) == route
     return None if default else route.config_class
 

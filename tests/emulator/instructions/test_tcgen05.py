@@ -333,16 +333,16 @@ def test_a_move_into_a_register_of_an_unfinished_load_is_reported(move: str, fou
         assert ("overwrites" in result.reports[0].message) == ("{spare}" not in move)
 
 
-def test_a_shape_that_is_not_modelled_is_refused_by_its_line() -> None:
-    """A in tensor memory with M = 64, which is known only when the descriptor is."""
+def test_a_product_that_is_not_modelled_is_refused_by_its_line() -> None:
+    """A sparse A, which is known only when the descriptor is."""
     text = """.version 8.8
 .target sm_100a
 .address_size 64
 .visible .entry k() {
 .reg .b32 %r<3>; .reg .b64 %rd<2>; .reg .pred %p; .shared .b32 base;
 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [base], 64;
-ld.shared.u32 %r1, [base]; mov.b32 %r2, 0x04080010; mov.b64 %rd1, 0x4000404000000000; setp.ne.u32 %p, 0, 0;
+ld.shared.u32 %r1, [base]; mov.b32 %r2, 0x04080014; mov.b64 %rd1, 0x4000404000000000; setp.ne.u32 %p, 0, 0;
 tcgen05.mma.cta_group::1.kind::f16 [%r1], [%r1], %rd1, %r2, %p;
 ret; }"""
-    with pytest.raises(UnsupportedInstruction, match=r"^<ptx>:8: `tcgen05.mma.*A in tensor memory is modelled for"):
+    with pytest.raises(UnsupportedInstruction, match=r"^<ptx>:8: `tcgen05.mma.*sparsity is not modelled"):
         Emulator(text).launch("k", 1, 32, [])

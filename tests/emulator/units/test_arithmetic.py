@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from padless.emulator.units import arithmetic
-from padless.emulator.units.arithmetic import FP4_BLOCK, HOPPER_FP8, WIDE, decode_operand, dot_product_add
+from padless.emulator.units.arithmetic import FP4_BLOCK, HOPPER_FP8, WIDE, Rule, decode_operand, dot_product_add
 from support.scalar_dot import FIELDS, same_bits, scalar, scalar_dot, scalar_fp4, value_of
 
 
@@ -112,6 +112,21 @@ def test_a_zero_factor_does_not_align() -> None:
     a[0, 1], b[0, 0], b[0, 1] = (127 - 60) << 7, (127 + 100) << 7, 127 << 7
     out = dot_product_add(decode_operand(a, "bf16"), decode_operand(b, "bf16"), None, WIDE)
     assert out[0, 0] == 2.0**-60
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("rule", [HOPPER_FP8, WIDE], ids=lambda rule: rule.name)
+def test_a_tiny_accumulator_outlives_products_of_zero(rule: Rule, name: str) -> None:
+    """Accumulators of every binade down to the subnormals, next to a row of zeros and one of zeros and numbers."""
+    rng = np.random.default_rng(5)
+    a, b = (random_codes(rng, name, (rows, 32), "finite") for rows in (2, 149))
+    a[0], b[:, ::2] = 0, 0
+    c = np.ldexp(rng.uniform(1, 2, (2, 149)), np.arange(-149, 0)).astype(np.float32)
+    x, y = decode_operand(a, name), decode_operand(b, name)
+    out = dot_product_add(x, y, c, rule)
+    alone = arithmetic.truncate(c.astype(np.float64), min(rule.result_bits, rule.fraction_bits))
+    np.testing.assert_array_equal(out[0], alone[0])
+    assert np.isfinite(out[1]).all()
 
 
 @pytest.mark.parametrize("mode", arithmetic.MODES)

@@ -342,6 +342,28 @@ def test_a_from_tensor_memory() -> None:
         blocked.execute(shared, tmem)
 
 
+@pytest.mark.parametrize("first", [0, 16])
+def test_a_of_64_rows_from_tensor_memory_lies_in_the_lanes_of_d(first: int) -> None:
+    """16 rows in each quarter of the lanes; what the other lanes hold is not read."""
+    rng = np.random.default_rng(7)
+    a, a_bytes = integer_operand(rng, "bf16", 64, 16)
+    b, b_bytes = integer_operand(rng, "bf16", 32, 16)
+    shared, tmem = memories(1, 7)
+    lanes = np.arange(64) % 16 + 32 * (np.arange(64) // 16) + first
+    tmem[0][lanes, 200:208] = a_bytes.view(np.uint32)
+    before = tmem[0].copy()
+    db = put_k_major(shared[0], b_bytes, 4096, "32B")
+    unit = Mma(
+        "f16", 1, build("f16", 64, 32, "bf16", "bf16"), 64 | first << 16, db, a_tmem=200 | first << 16, enable_d=False
+    )
+    assert unit.problems() == ()
+    assert unit.tmem_reads() == {"a": [(32 * q + first, 32 * q + first + 16, 200, 208) for q in range(4)]}
+    unit.execute(shared, tmem)
+    np.testing.assert_array_equal(tmem[0][lanes, 64:96].view(np.float32), a @ b.T)
+    others = np.setdiff1d(np.arange(128), lanes)
+    np.testing.assert_array_equal(tmem[0][others], before[others])
+
+
 def test_mn_major_operands_and_negation() -> None:
     """B transposed, 128B swizzle: x = n bytes, rows of k; every address by the formula at hand."""
     rng = np.random.default_rng(8)

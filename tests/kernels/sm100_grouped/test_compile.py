@@ -61,8 +61,8 @@ def complaints(config: Sm100GroupedConfig, kernel: jit.CompiledKernel) -> list[s
     used, columns, shared = (constant(kernel, f"tmem_{name}") for name in ("used", "columns", "shared"))
     if not (used <= columns <= 512 and columns & (columns - 1) == 0):
         found.append(f"{used} of {columns} columns of tensor memory")
-    if config.kind == "FP8_BLOCK":  # two units and the sums
-        return found + (["units"] if used != 2 * min(config.mma_n, 128) + config.mma_n else [])
+    if config.kind == "FP8_BLOCK":  # four units, with the sums in the last ones
+        return found + (["units"] if used != 4 * min(config.mma_n, 128) else [])
     atoms = {"MXFP8": 1, "NVFP4": 4, "MXFP4": 2}[config.kind]
     scales = 4 * atoms * (1 + -(-config.mma_n // 128))
     if used != 2 * config.mma_n + scales - shared or (shared > 0) != (2 * config.mma_n + scales > 512):

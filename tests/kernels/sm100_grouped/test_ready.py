@@ -34,9 +34,8 @@ from padless.runtime.devices import backends
 from padless.runtime.driver import LaunchShape
 from padless.verify import lines as verify_lines
 from padless.verify import run as verify
-from padless.verify import small as verify_small
 from padless.verify.emulator.products import emulate
-from padless.verify.fuzz import product_lines
+from padless.verify.fuzz import epilogue_lines, epilogues, product_lines
 from padless.verify.tiles import configs_of, routes_of
 from support.quant_cases import ALL
 from support.ragged import missing_gpu
@@ -168,7 +167,10 @@ def test_verify_runs_what_concerns_this_gpu(arch: str) -> None:
         "chains", "batch invariance", *verify.MOE_CHECKS, "two devices", "emulator agrees on formats",
         "emulator agrees on epilogues",
     ]  # fmt: skip
-    assert sanitized == ["padless.verify.lines grouped_gemm gemm grouped_gemm_list", "padless.verify.small"]
+    assert sanitized == [
+        "padless.verify.lines grouped_gemm gemm grouped_gemm_list",
+        "padless.verify.lines grouped_gemm_epilogue",
+    ]
     assert {p.arch for p in routes_of(arch)} == {"sm_100a"}
     on_hopper, both = verify.jobs_of("sm_90a", None, against_emulator=True)
     assert set(jobs) - {"dense MXFP8", "lists of problems"} < set(on_hopper)
@@ -190,16 +192,16 @@ def test_verify_tries_every_tile() -> None:
 @pytest.mark.parametrize("fmt", ["MXFP8", "NVFP4"])
 def test_small_launches_of_verify_in_the_emulator(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What compute-sanitizer would watch on a GPU: the product and every quantising call that Blackwell takes."""
-    for module, name in ((product_lines, "routes_of"), (verify_small, "quant_routes")):
-        of = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda arch, of=of: [p for p in of(arch) if (p.a, p.b) == (fmt, fmt)])
+    for module in (product_lines, epilogue_lines):
+        of = module.routes_of
+        few = lambda *given, of=of: [p for p in of(*given) if (p.a, p.b) == (fmt, fmt)]  # noqa: E731
+        monkeypatch.setattr(module, "routes_of", few)
     assert verify_lines.small_of("grouped_gemm").on("emulator:sm_100a")
-    calls = len(verify_small.QUANT_CALLS)
     launched: list[object] = []
-    run = verify_small.run_problem
-    monkeypatch.setattr(verify_small, "run_problem", lambda *a: (launched.append(a), run(*a))[1])
-    assert verify_small.SMALL.on("emulator:sm_100a")
-    assert len(launched) == calls
+    call = epilogues.grouped_gemm_epilogue
+    monkeypatch.setattr(epilogues, "grouped_gemm_epilogue", lambda *a, **k: (launched.append(a), call(*a, **k))[1])
+    assert verify_lines.small_of("grouped_gemm_epilogue").on("emulator:sm_100a")
+    assert len(launched) == 6
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -245,8 +247,8 @@ def test_verify_emulates_clusters(seed: int) -> None:
     """The emulated device has room for the largest cluster that verify tries."""
     route = next(p for p in routes_of("sm_100a") if (p.a, p.b) == ("MXFP8", "MXFP8"))
     o = product_lines.random_line(route, seed)
-    expected = emulate("sm_100a", o)
+    expected = emulate("grouped_gemm", "sm_100a", o)[""]
     widest = max(configs_of(route)[1:], key=lambda c: (c.cluster, c.cta_group))
     assert widest.cluster == 4
     tile = configs_of(route).index(widest)
-    assert torch.equal(emulate("sm_100a", o | {"tile": tile}), expected)
+    assert torch.equal(emulate("grouped_gemm", "sm_100a", o | {"tile": tile})[""], expected)

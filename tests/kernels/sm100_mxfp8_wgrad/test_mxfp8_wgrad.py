@@ -10,7 +10,7 @@ import torch
 import padless
 from padless import MXFP8, Epilogue, grouped_gemm_epilogue, quantize
 from padless.emulator.fake_driver import driver_of
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.reference.wgrad_mxfp8 import decoded, grouped_gemm_wgrad_mxfp8_reference
 from padless.testing.bits import same_bits

@@ -11,7 +11,7 @@ import torch
 
 from padless.emulator.fake_driver import driver_of
 from padless.kernels.sm100_mxfp8_wgrad import host
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
 from padless.testing.bits import same_bits
 from support.mxfp8_wgrad import launched, random_columns
 from support.mxfp8_wgrad_bugs import BUGS, MAIN

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless.kernels.sm100_mxfp8_wgrad.config import Sm100WgradConfig
 from padless.kernels.sm100_mxfp8_wgrad.host import KERNEL
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
 from padless.runtime.jit import compile_kernel
 from support.machine_code import complaints, instructions
 

@@ -91,7 +91,7 @@ BAD: dict[str, tuple[Callable[[Rows], dict[str, Any]], str]] = {
     "no offs": (lambda r: {"offs": None}, "offs is None; pass the end row of each group"),
     "dtype of offs": (lambda r: {"offs": r.offs.short()}, "offs must be a 1-D int32 or int64 tensor"),
     "strides of offs": (lambda r: {"offs": r.offs.repeat(2)[::2]}, "offs must be contiguous, got stride 2"),
-    "groups": (lambda r: {"offs": torch.zeros(1025, dtype=torch.int32)}, "offs has 1025 groups; at most 1024"),
+    "groups": (lambda r: {"offs": torch.zeros(4097, dtype=torch.int32)}, "offs has 4097 groups; at most 4096"),
     "config": (lambda r: {"config": WgradConfig()}, "config is a WgradConfig; rows take a Bf16WgradConfig"),
     "out": (lambda r: {"out": torch.empty(4, 72, 24)}, r"out must be \(G, N, K\) = \(4, 24, 72\) on cpu"),
     "out_dtype": (lambda r: {"out_dtype": torch.float16}, "out_dtype is torch.float16; allowed"),

@@ -133,12 +133,15 @@ COLUMN_CASES: list[tuple[Any, ...]] = [
     ((), 61, 32, BY_FEATURE, 32, True, [90, 10, -5, 40]),
     ((), 61, 32, BY_FEATURE, 32, True, [0, 2**30, -(2**31), 5, 2**31 - 1]),
     (tuple((7 * g) % 5 for g in range(40)), 7, 24, BY_FEATURE, 32),
+    ((1, *[0] * 1022, 2, 1, 3), 2, 16, BY_FEATURE, 32),
+    ((*[0] * 4095, 5), 2, 16, SQUARE, 32),
 ]
 SWIGLU_CASES: list[tuple[Any, ...]] = [
     ((12, 0, 33), 2, 128, "interleaved", SQUARE, 32),
     ((129, 0, 127, 1), 3, 256, "concatenated", SQUARE, 128),
     ((130, 0, 31), 40, 256, "interleaved", BY_FEATURE, 32, False),
     ((0, 0), 6, 128, "concatenated", BY_FEATURE, 32),
+    ((1, *[0] * 1022, 2, 1, 3), 2, 128, "concatenated", BY_FEATURE, 32),
 ]
 
 

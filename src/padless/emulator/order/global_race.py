@@ -50,9 +50,9 @@ class GlobalShadow:
 
     def conflict(
         self, clocks: OrderedClocks, rows: Array, cells: Array, write: bool
-    ) -> tuple[int, int, str, int, int] | None:
+    ) -> tuple[int, int, str, int, int, Array] | None:
         """The first access before that nothing orders before this one, by lanes with these rows: (which lane, address,
-        what it did, its stamp, its instruction)."""
+        what it did, its stamp, its instruction, all lanes that it holds for)."""
         checks = [(self.written, self.write_site, BASE, "written")]
         if write and self.any_read:
             checks += [(self.read[k], self.read_site[k], READS, "read") for k in range(READERS)]
@@ -64,7 +64,8 @@ class GlobalShadow:
             if bad.any():
                 lane, column = np.argwhere(bad)[0].tolist()
                 cell = int(cells[lane, column])
-                return lane, cell + self.base << self.shift, did, int(stamps[lane, column]), int(sites[cell])
+                lanes = np.flatnonzero(bad.any(axis=1))
+                return lane, cell + self.base << self.shift, did, int(stamps[lane, column]), int(sites[cell]), lanes
         return None
 
     def remember_write(self, cells: Array, stamps: Array, site: int) -> None:

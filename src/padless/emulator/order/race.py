@@ -18,6 +18,7 @@ to execute things in, so that most races show on any seed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,13 +166,15 @@ class Shadow:
 
     # ---- ordinary accesses, one row of cells per lane
     def access(
-        self, warp: Any, lanes: Array, cells: Array, instruction: Any, write: bool, strong: bool = False
-    ) -> None:
-        """`cells` has one row per lane. Checks against earlier stamps, then leaves its own."""
+        self, warp: Any, lanes: Array, cells: Array, instruction: Any, write: bool, strong: bool = False,
+        equal: Callable[[Array], bool] = lambda picked: False,
+    ) -> None:  # fmt: skip
+        """`cells` has one row per lane. Checks against earlier stamps, then leaves its own. equal: whether some of the
+        lanes store what is there."""
         rows = warp.first_row + lanes
         time = self.clocks.time
         stamps = self.written[cells]
-        who = instruction, warp, lanes, strong
+        who = instruction, warp, lanes, strong, equal
         self._check_rows(stamps, rows, time[BASE], self.write_site, cells, "written", *who)
         stamp = pack(rows, self.clocks.now[rows], STRONG if strong else 0)[:, None]
         if write:
@@ -213,7 +216,7 @@ class Shadow:
 
     def _check_rows(
         self, stamps: Array, rows: Array, time: Array, sites: Array, cells: Array, did: str, instruction: Any,
-        warp: Any, lanes: Array, strong: bool,
+        warp: Any, lanes: Array, strong: bool, equal: Callable[[Array], bool],
     ) -> None:  # fmt: skip
         first = stamps.flat[0]
         if (stamps == first).all():
@@ -232,7 +235,10 @@ class Shadow:
             return
         row, column = np.argwhere(bad)[0]
         cell = int(cells[row, column])
-        self.conflict(int(stamps[row, column]), int(sites[cell]), cell, did, "race", instruction, warp, int(lanes[row]))
+        stamp, site = int(stamps[row, column]), int(sites[cell])
+        twice = did == "written" and site >= 0 and self.instructions[site].opcode == "st"
+        kind = "race-equal" if twice and equal(np.flatnonzero(bad.any(axis=1))) else "race"
+        self.conflict(stamp, site, cell, did, kind, instruction, warp, int(lanes[row]))
 
     def conflict(
         self, stamp: int, site: int, cell: int, did: str, kind: str, instruction: Any, warp: Any, lane: int
@@ -242,7 +248,7 @@ class Shadow:
         where = f"{self.what} at {self.position(cell)}"
         if stamp & IN_FLIGHT == IN_FLIGHT:
             message = f"{where} is being {did} by an unfinished {who}"
-        elif kind == "race":
+        elif kind in ("race", "race-equal"):
             message = f"{where} was {did} by {who}, and nothing orders this access after it"
         else:
             message = f"{where} was {did} by {who} with no {FENCE_OF[kind]} in between"

@@ -12,6 +12,7 @@ from padless.emulator.ptx.ast import Instruction
 # kind -> what it means; every report has one of these kinds.
 KINDS = {
     "race": "two accesses to the same bytes with nothing that orders them",
+    "race-equal": "two stores of the same value to the same bytes with nothing that orders them; a race where strict",
     "missing-proxy-fence": "an ordinary write is read by the async proxy with no fence.proxy.async on the way",
     "unread-load": "an asynchronous copy overwrites what a load has read whose value nothing has needed before",
     "uninitialised-shared": "shared memory is read before anything wrote it",
@@ -115,6 +116,8 @@ class Collector:
     ) -> None:
         """`key` tells apart reports of the same two lines; by default they count once."""
         assert kind in KINDS, kind
+        if kind == "race-equal" and self.strict:
+            kind = "race"
         if kind in self.ignore:
             return
         if not self.strict and (sentence := tolerance(kind, instruction, other)):

@@ -13,12 +13,27 @@ def tolerance(kind: str, instruction: Instruction | None, other: Instruction | N
         if "init" in instruction.modifiers:
             return "memory that holds an mbarrier is made another by mbarrier.inval alone (PTX ISA, mbarrier.inval)"
         return "mbarrier.init is ordered before the async proxy by a fence alone (PTX ISA, async proxy)"
+    if kind == "race-equal":
+        return "two stores that nothing orders are a data race whatever they store (PTX ISA, memory consistency model)"
     if kind == "descriptor-start":
         return "an operand that begins off its swizzle's repeating pattern needs the base offset (PTX ISA, descriptors)"
     if kind == "launch-control-refused":
         return "get_first_ctaid of a request that failed is undefined (PTX ISA, clusterlaunchcontrol.query_cancel)"
     if kind == "unread-load":
         return "accesses of the same bytes through two proxies are ordered by a proxy fence alone (PTX ISA, proxies)"
+    if kind == "missing-wgmma-fence":
+        return (
+            "registers are ordered before wgmma.mma_async by wgmma.fence alone (PTX ISA, wgmma.fence); ptxas puts a "
+            "missing one in and says so (C7519)"
+        )
+    allocates = other is not None and other.opcode == "tcgen05" and "alloc" in other.modifiers
+    if kind == "missing-proxy-fence" and allocates:
+        return (
+            "the address that tcgen05.alloc writes is ordered before the async proxy by a proxy fence alone (PTX ISA, "
+            "proxies); tcgen05.alloc blocks until it has it"
+        )
+    if kind == "tensor-memory" and instruction is not None and "commit" in instruction.modifiers:
+        return "a commit tracks what its own thread has issued (PTX ISA, tcgen05.commit): with nothing, it arrives"
     loaded = other is not None and other.opcode == "tcgen05" and "ld" in other.modifiers
     if kind == "missing-tcgen05-fence":
         return (

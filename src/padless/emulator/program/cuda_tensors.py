@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from padless.emulator.program.autocast import cast
 from padless.emulator.program.device import Chip
 from padless.emulator.program.device_time import DeviceTime
+from padless.emulator.program.dlpack import CUDA, by_capsules
+from padless.emulator.program.dlpack import on_gpu as told_cuda
 
 MARK = "_padless_on_gpu"
 
@@ -55,6 +57,7 @@ def pretend(chip: Chip, refuse: Refuse, device: DeviceTime) -> Callable[[ModuleT
         if torch.version.cuda is None:
             torch.version.cuda = "13.0"
         vars(torch)["compile"] = compiler(torch, refuse)
+        by_capsules(torch)
         mode_of(torch, refuse).__enter__()
 
     return change
@@ -144,6 +147,7 @@ def mode_of(torch: ModuleType, refuse: Refuse) -> Any:
     getters = {
         tensor.is_cuda.__get__: lambda t: True, tensor.is_cpu.__get__: lambda t: False,
         tensor.device.__get__: lambda t: torch.device("cuda", 0), tensor.get_device: lambda t: 0,
+        tensor.__dlpack_device__: lambda t: (CUDA, 0),
     }  # fmt: skip
     home = (tensor.cpu, tensor.numpy, tensor.tolist, tensor.item)
     same = (tensor.cuda, tensor.pin_memory)
@@ -174,6 +178,8 @@ def mode_of(torch: ModuleType, refuse: Refuse) -> Any:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = dict(kwargs or {})
             on_gpu = marked(args) or marked(tuple(kwargs.values()))
+            if func is tensor.__dlpack__ and on_gpu:
+                return told_cuda(func(args[0], **{k: v for k, v in kwargs.items() if k == "max_version"}))
             if func in getters and on_gpu:
                 return getters[func](args[0])
             if func in same:

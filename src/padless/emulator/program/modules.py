@@ -97,6 +97,10 @@ class Loader:
             return None
         else:
             ptx = ctypes.string_at(address).decode()
+        return self.make_module(ptx)
+
+    def make_module(self, ptx: str) -> Loaded | None:
+        """The module of a PTX text; None, and a sentence, where it is refused."""
         try:
             return Loaded(self.make(ptx, self.variables))
         except EmulatorError as error:

@@ -24,7 +24,9 @@ from padless.emulator.program.compilers import (
     remember_compiled,
     remember_cubins,
 )
+from padless.emulator.program.cublas import without_cublas
 from padless.emulator.program.cuda_tensors import pretend
+from padless.emulator.program.cute_dsl import CuteDsl
 from padless.emulator.program.device import CHIPS, Memory
 from padless.emulator.program.device_time import DeviceTime
 from padless.emulator.program.driver import OK, Driver
@@ -172,9 +174,12 @@ def install(
     driver.address_of = library.address
     session = Session(driver, library, clock, shown=reports)
     private_folders(library.folder)
+    cute = CuteDsl(library.folder / "cute", described, loader.make_module, launch, refuse, say, driver.table())
     Changes(
         {
+            **cute.changes(),
             "torch": pretend(described, refuse, clock),
+            "triton._C.libtriton": without_cublas,
             "triton.testing": one_run_a_benchmark(clock, say),
             "cuda.bindings.nvrtc": remember_cubins(loader.remember),
             "padless.runtime.nvrtc": remember_compiled(loader.remember),

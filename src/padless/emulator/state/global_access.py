@@ -61,8 +61,9 @@ def by_allocation(
 MOST_BYTES = 1 << 28  # of an array whose weak accesses are followed
 
 
-def check_order(w: Warp, found: Allocation, lanes: Array, where: Array, a: Any) -> None:
-    """A MemoryAccess to one array: what it comes after, what it acquires and releases, and what is remembered of it."""
+def check_order(w: Warp, found: Allocation, lanes: Array, where: Array, a: Any, equal: Callable[[Array], bool]) -> None:
+    """A MemoryAccess to one array: what it comes after, what it acquires and releases, and what is remembered of it.
+    equal: as of `MemoryAccess.equals`."""
     launch = w.launch
     if a.strong:
         synchronise(w, lanes, launch.words, where, a)
@@ -77,7 +78,9 @@ def check_order(w: Warp, found: Allocation, lanes: Array, where: Array, a: Any) 
     rows = w.first_row + lanes
     cells = shadow.cells(where, a.bytes)
     if conflict := shadow.conflict(w.clocks, rows, cells, a.writes):
-        report_conflict(Site(w, a.instruction, int(lanes[conflict[0]])), found, *conflict[1:])
+        twice = conflict[2] == "written" and launch.program.instructions[conflict[4]].opcode == "st"
+        kind = "race-equal" if twice and equal(conflict[5]) else "race"
+        report_conflict(Site(w, a.instruction, int(lanes[conflict[0]])), found, *conflict[1:5], kind)
     if a.strong:
         return
     stamps = stamps_of(w.cta.cluster.number, rows, w.clocks.now[rows])
@@ -99,10 +102,12 @@ def check_copy(site: Site, addresses: Array, granule: int) -> None:
             continue
         cells = shadow.cells(where[inside], granule).reshape(1, -1)
         if conflict := shadow.conflict(w.clocks, rows, cells, False):
-            report_conflict(site, found, *conflict[1:])
+            report_conflict(site, found, *conflict[1:5])
 
 
-def report_conflict(site: Site, found: Allocation, address: int, did: str, stamp: int, instruction: int) -> None:
+def report_conflict(
+    site: Site, found: Allocation, address: int, did: str, stamp: int, instruction: int, kind: str = "race"
+) -> None:
     """An access to global memory that an earlier one, which left this stamp, has to be ordered before and is not."""
     launch = site.warp.launch
     number, row, _ = parts_of(stamp)
@@ -110,7 +115,7 @@ def report_conflict(site: Site, found: Allocation, address: int, did: str, stamp
     who = f"warp {thread // 32} lane {thread % 32} of CTA {launch.cta_position(number, rank)}"
     where = f"byte {address - found.address} of {found.name or hex(found.address)}"
     message = f"global memory at {where} was {did} by {who}, and nothing orders this access after it"
-    site.report("race", message, launch.program.instructions[instruction])
+    site.report(kind, message, launch.program.instructions[instruction])
 
 
 def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple[Any, Array, Array]]:
@@ -131,7 +136,8 @@ def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple
         if a.bytes > 1 and (at % min(a.bytes, 16)).any():
             message = f"misaligned global address {int(at[0]):#x}, {a.bytes} bytes"
             Site(w, a.instruction).fault(message, "misaligned")
+        view, index = found.view(VIEWS[a.view]), (at - found.address) // a.size
         if w.clocks is not None:
-            check_order(w, found, took, at, a)
-        yield found.view(VIEWS[a.view]), (at - found.address) // a.size, took
+            check_order(w, found, took, at, a, a.equals(w, view, index, took))
+        yield view, index, took
         w.launch.progress += a.writes

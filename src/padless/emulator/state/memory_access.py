@@ -46,6 +46,15 @@ class MemoryAccess:
         self.reads = instruction.opcode not in ("st", "red")
         self.writes = instruction.opcode not in ("ld", "ldu")
 
+    def equals(self, w: Warp, view: Any, index: Array, lanes: Array) -> Callable[[Array], bool]:
+        """Of a store to elements `index` of a view by these lanes: whether those picked store what is there."""
+        if self.instruction.opcode != "st":
+            return lambda picked: False
+        return lambda picked: all(
+            (view[index[picked] + k] == w.v[slot][lanes[picked]].astype(view.dtype, copy=False)).all()
+            for k, slot in enumerate(self.slots)
+        )
+
 
 def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
     base = v[a.base]
@@ -57,10 +66,11 @@ def addresses(a: MemoryAccess, v: Any, lanes: Array) -> Array:
 # ---- an access in each space, as pieces: a view of the memory, the element of each lane in it, and the lanes
 def shared_pieces(a: MemoryAccess, w: Warp, lanes: Array, where: Array) -> Pieces:
     for cta, offsets, who in shared_groups(a.instruction, w, where, lanes, a.bytes):
+        view, index = cta.shared.views[VIEWS[a.view]], offsets // a.size
         if cta.shared.shadow is not None:
-            check_access(w, cta, who, offsets, a, write=a.writes)
+            check_access(w, cta, who, offsets, a, a.writes, a.equals(w, view, index, who))
             bank_conflicts(w, offsets, a.bytes)
-        yield cta.shared.views[VIEWS[a.view]], offsets // a.size, who
+        yield view, index, who
         w.launch.progress += a.writes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -62,10 +63,19 @@ def cells_read(unit: Any, shift: int) -> tuple[Any, int]:
     return np.concatenate([np.arange(a >> shift, -(-b >> shift)) for a, b in ranges]), max(b for _, b in ranges)
 
 
-def check_access(w: Warp, cta: Cta, lanes: Array, offsets: Array, a: Any, write: bool) -> None:
-    """A MemoryAccess of some lanes to a CTA's shared memory, under checks: races, order, mbarriers written over."""
+def check_access(
+    w: Warp,
+    cta: Cta,
+    lanes: Array,
+    offsets: Array,
+    a: Any,
+    write: bool,
+    equal: Callable[[Array], bool] = lambda picked: False,
+) -> None:
+    """A MemoryAccess of some lanes to a CTA's shared memory, under checks: races, order, mbarriers written over. equal:
+    as of `MemoryAccess.equals`."""
     strong = a.strong
-    cta.shared.shadow.access(w, lanes, shared_cells(cta, offsets, a.bytes), a.instruction, write, strong)
+    cta.shared.shadow.access(w, lanes, shared_cells(cta, offsets, a.bytes), a.instruction, write, strong, equal)
     if strong:
         synchronise(w, lanes, cta.words, offsets, a)
     if write and cta.mbarriers:

@@ -230,7 +230,10 @@ class _Products:
         # The 8-bit formats fit float32: products have 8 bits and a sum of 33 terms of F = 13 has 21.
         small = fraction_bits <= 13 and len(self.a) <= 64 and all(x.narrow for x in self.operands)
         kind = np.float32 if small else np.float64
-        factor = np.ldexp(np.ones(self.shape, kind), fraction_bits - largest)
+        shift = fraction_bits - largest
+        if small:  # past float32's range only where an accumulator aligns and all products are zero
+            shift = np.minimum(shift, 127)
+        factor = np.ldexp(np.ones(self.shape, kind), shift)
         a, b = self.a.astype(kind), self.b.astype(kind)
         total = np.zeros(self.shape, kind)
         one = np.empty_like(total)

@@ -111,8 +111,8 @@ class Mma:
             if major == "mn" and kind in narrow:
                 found.append(f"{name}: MN-major {kind} is not modelled")
         if self.a_tmem is not None:
-            if f.m == 64 or self._split:
-                found.append("A in tensor memory is modelled for M = 128 by one CTA and M = 256 by a pair")
+            if self._split:
+                found.append("A in tensor memory is modelled for one CTA, and for M = 256 by a pair")
             if f.a_type in narrow and self.kind not in ("mxf4", "mxf4nvf4"):
                 found.append(f"A in tensor memory of {f.a_type} is not modelled")
         return tuple(found)
@@ -141,8 +141,11 @@ class Mma:
         if self.enable_d:
             out["d"] = self.tmem_writes()
         if self.a_tmem is not None:
-            column = self.a_tmem & 0x1FF
-            out["a"] = [(0, self._rows, column, column + 8)]
+            lane, column = split_address(self.a_tmem)
+            if self._rows == 64:
+                out["a"] = [(32 * q + lane, 32 * q + lane + 16, column, column + 8) for q in range(4)]
+            else:
+                out["a"] = [(0, self._rows, column, column + 8)]
         f = self.fields
         if self.sfa is not None and self.sfb is not None:
             for name, address, rows in (("sfa", self.sfa, self._rows), ("sfb", self.sfb, f.n // (1 + self._split))):
@@ -228,8 +231,10 @@ class Mma:
 
     def _tmem_codes(self, tmem: Array) -> Array:
         assert self.a_tmem is not None
-        column = self.a_tmem & 0x1FF
-        octets = np.ascontiguousarray(tmem[: self._rows, column : column + 8]).view(np.uint8)
+        lane, column = split_address(self.a_tmem)
+        row = np.arange(self._rows)
+        lanes = row % 16 + 32 * (row // 16) + lane if self._rows == 64 else row  # as those of D
+        octets = np.ascontiguousarray(tmem[lanes, column : column + 8]).view(np.uint8)
         if self.kind in ("mxf4", "mxf4nvf4"):
             return nibbles(octets)
         return octets.view(CODES[_BYTES.get(self.fields.a_type, 1)])

@@ -132,12 +132,25 @@ class Sm100GroupedConfig:
         """Rows of A that one copy brings."""
         if self.shortens_tiles:
             return self.column_step // self.cta_group
-        return self.token_rows // self.multicast
+        by_units = self.units if self.tokens_on_n and self.cta_group == 2 else 1
+        return self.token_rows // self.multicast // by_units
 
     @property
     def right_rows(self) -> int:
         """Rows of the right operand that one CTA loads."""
         return self.mma_n // self.cta_group
+
+    @property
+    def units(self) -> int:
+        """Products that a stage takes one after the other, each of as many of the tile's columns."""
+        return 2 if self.kind == "FP8_BLOCK" and self.mma_n > 128 else 1
+
+    @property
+    def weight_box(self) -> int:
+        """Rows of B that one copy brings, where they are neighbours."""
+        if self.tokens_on_n:
+            return 128
+        return self.right_rows // (self.units if self.cta_group == 2 else 1)
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -192,11 +205,10 @@ TILE_CYCLES: dict[str, dict[tuple[bool, int, int], tuple[int, int, int, int, int
         (False, 256, 1): (614, 180, 4448, 5835, 614),
     },
     "FP8_BLOCK": {
-        (True, 32, 2): (1106, 909, 5333, 3199, 1106), (True, 64, 1): (2102, 1280, 9688, 3433, 2102),
-        (True, 64, 2): (2103, 1290, 9701, 3616, 2103), (True, 128, 1): (4091, 2040, 18403, 4359, 4091),
-        (True, 128, 2): (4092, 2050, 18417, 4505, 4092), (False, 128, 1): (1004, 1954, 5969, 4129, 1004),
-        (False, 128, 2): (1005, 1901, 5919, 4125, 1005), (False, 256, 2): (3132, 4076, 15705, 5176, 3132),
-        (False, 256, 1): (3280, 2648, 15770, 4997, 3280),
+        (True, 32, 2): (481, 795, 2769, 2920, 481), (True, 64, 1): (481, 775, 2806, 3408, 481),
+        (True, 64, 2): (480, 846, 2977, 3396, 480),
+        (False, 128, 1): (462, 1123, 3344, 4416, 462), (False, 128, 2): (360, 2331, 3405, 4491, 360),
+        (False, 256, 2): (943, 2787, 6706, 5859, 943), (False, 256, 1): (849, 3237, 6425, 6304, 849),
     },
 }  # fmt: skip
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_BYTES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
+from padless.formats import FP8_BLOCK, MXFP8_E5M2, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import room_for_groups
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.maps import tiled_scale
+from padless.kernels.maps import scale_tiles, tiled_scale
 from padless.kernels.padded_fp4 import has_padded_b, padded_fp4, spreadable
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.runtime import tensor_map
@@ -21,7 +21,6 @@ KERNEL = "sm100_grouped/sm100_grouped_gemm.cu"
 Config = Sm100GroupedConfig
 
 _KINDS = {"MXFP8": "MXFP8", "MXFP8_E5M2": "MXFP8", "NVFP4": "NVFP4", "MXFP4": "MXFP4", "FP8_BLOCK": "FP8_BLOCK"}
-_UINT32 = 2  # CUtensorMapDataType
 
 
 def prepare(
@@ -196,34 +195,21 @@ def tensor_maps(
     gate_and_up_apart: half of a tile's 256 columns come from either half of B, by copies of 128 rows.
     """
     a_rows = config.token_box
-    b_rows = 128 if config.tokens_on_n else config.right_rows
+    b_rows = config.weight_box
     atoms = {"NVFP4": 4, "MXFP4": 2}.get(config.kind, 1)
     column_atoms = ceil_div(config.mma_n, 128)
     a_atoms, b_atoms = (column_atoms, 1) if config.tokens_on_n else (1, column_atoms)
     a_atoms = 1 if config.shortens_tiles else a_atoms
     if gate_and_up_apart:
-        b_rows, b_atoms = 128, 1
+        b_rows, b_atoms = min(b_rows, 128), 1
     map_a = tensor_map.operand(a.data.view(torch.uint8)[None], a_rows)
     map_b = (padded_fp4 if config.b_e2m1 else tensor_map.operand)(b.data.view(torch.uint8), b_rows)
     return [
         map_a,
         map_b,
-        _scale_map(a, atoms, a_atoms) if config.scales_a == "tiled" else map_a,
-        _scale_map(b, atoms, b_atoms) if config.scales_b == "tiled" else map_b,
+        scale_tiles(a, atoms, a_atoms) if config.scales_a == "tiled" else map_a,
+        scale_tiles(b, atoms, b_atoms) if config.scales_b == "tiled" else map_b,
     ]
-
-
-def _scale_map(t: BlockScaledTensor, k_atoms: int, row_atoms: int) -> TensorMapSpec:
-    """Scales as (tile rows, tile columns, the 128 words of a 32x4x4 tile), read k_atoms x row_atoms tiles at a time."""
-    columns = ceil_div(t.scale_columns, 4)
-    rows = t.scale.numel() // (columns * TILE_BYTES)
-    return TensorMapSpec(
-        _UINT32,
-        t.scale.data_ptr(),
-        (TILE_BYTES // 4, columns, rows),
-        (TILE_BYTES, columns * TILE_BYTES),
-        (TILE_BYTES // 4, k_atoms, row_atoms),
-    )
 
 
 def _source(t: BlockScaledTensor, source: str) -> bytes:

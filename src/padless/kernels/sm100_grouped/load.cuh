@@ -42,13 +42,15 @@ template <bool IS_A>
 __device__ __forceinline__ void load_operand(SharedStorage& shared, const Problem& problem) {
     constexpr bool IS_LEFT = IS_A != TOKENS_ON_N;
     constexpr int ROWS = IS_LEFT ? LANE_ROWS : RIGHT_ROWS;
+    // A pair's product of one unit takes neighbouring rows from both CTAs: each loads its part of every unit.
+    constexpr bool BY_UNITS = !IS_LEFT && UNITS > 1 && CTA_GROUP == 2;
     constexpr bool LOADS_SCALES = !PROMOTES && !(IS_A ? GATHERS_A : GATHERS_B);
     constexpr uint32_t BYTES = IS_LEFT ? LEFT_LOADED : RIGHT_LOADED;
     constexpr uint64_t POLICY = IS_A ? POLICY_A : POLICY_B;
     // Gate and up are loaded each by its own copy, or by one CTA of the pair each.
     constexpr bool APART = !IS_A && GATE_AND_UP_APART;
-    constexpr int PIECES = APART && CTA_GROUP == 1 ? 2 : 1, SCALE_PIECES = APART ? 2 : 1;
-    constexpr int SHARES = IS_A ? MULTICAST : 1, SHARE = ROWS / SHARES;
+    constexpr int PIECES = BY_UNITS || (APART && CTA_GROUP == 1) ? 2 : 1, SCALE_PIECES = APART ? 2 : 1;
+    constexpr int SHARES = IS_A ? MULTICAST : 1, SHARE = ROWS / SHARES / (BY_UNITS ? PIECES : 1);
     // Tokens of a tile that may be short come in boxes, and scales in atoms of 128 rows, as many as it has.
     constexpr bool SHORT = IS_A && SHORT_TILES;
     constexpr int BOX = COLUMN_STEP / CTA_GROUP;
@@ -68,7 +70,10 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
         const int to_up = APART ? operands.n / 2 : 0;
         const int boxes = columns_of(tile) / COLUMN_STEP, atoms = (columns_of(tile) + 127) / 128;
         const int own_rows = SHORT ? boxes * BOX : ROWS;
-        const int row = (IS_A ? tile.row : first_weight(tile)) + pair_rank() * (APART ? to_up : own_rows);
+        const int to_next = APART ? to_up : UNIT_N;  // from a piece to the next
+        const int row = (IS_A ? tile.row : first_weight(tile)) + pair_rank() * (BY_UNITS ? ROWS / PIECES
+                                                                                : APART  ? to_up
+                                                                                         : own_rows);
         const uint32_t bytes =
             SHORT ? own_rows * BLOCK_K + (LOADS_SCALES ? atoms * LEFT_SCALE_BYTES : 0) : BYTES;
         const int group = IS_A ? 0 : group_in_operands(tile);
@@ -89,7 +94,7 @@ __device__ __forceinline__ void load_operand(SharedStorage& shared, const Proble
             for (int piece = 0; piece < (SHORT ? 0 : PIECES); ++piece)
                 load<SHARES, !IS_A && PADDED_B>(
                     map, data + share * BLOCK_K + piece * (ROWS / PIECES * BLOCK_K), full,
-                    operands.first_of_stage(kb), row + share + piece * to_up, group, POLICY, receivers);
+                    operands.first_of_stage(kb), row + share + piece * to_next, group, POLICY, receivers);
             if (LOADS_SCALES && (SHARES == 1 || worker_rank() == 0)) {
                 const uint32_t scales =
                     shared_address(IS_LEFT ? shared.left_scales[stage] : shared.right_scales[stage]);

@@ -173,37 +173,45 @@ __device__ __forceinline__ void store_tile(SharedStorage& shared, const Problem&
 
 // A store warp: its 32 lanes of every tile.
 __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem& problem,
-                                            uint32_t tensor_memory, int warp, int lane) {
+                                            uint32_t tensor_memory, int promoter, int warp, int lane) {
     const Operands& operands = problem.operands;
     const QuantOutputs& outputs = problem.targets.outputs;
     Reader reader(shared.queue);
-    Pipeline<2> accumulator;
+    Pipeline<ACCUMULATORS> accumulator;
     uint32_t turn = 0;
     Tile tile{};
     while (reader.next(tile, lane)) {
+        if constexpr (PROMOTES) {
+            promote_next(shared, problem, reader, tile, tensor_memory, promoter, warp, lane, accumulator);
+            if (PROMOTERS > 1 && meet_promoters(promoter)) {  // the first warpgroup stores the sums of both
+                if (lane == 0) reader.release();
+                reader.advance();
+                continue;
+            }
+        }
         const int group = tile.group;
         const int start = group == 0 ? 0 : shared.groups.sorted.ends[group - 1];
         const int first = pair_rank() * LANE_ROWS + warp * 32;
         const int row = tile.row + first;
         const Placement place{group, start, shared.groups.sorted.ends[group] - start,
                               (shared.scale_shifts[group] + start) / 128};
+        const int sums = sums_stage(accumulator);
         const RowFactors factors{
             operands.global_a.of(group) * operands.global_b.of(group),
             HAS_ALPHA ? __ldg(outputs.alpha + group) : 1.0f,
             HAS_PROB && first + lane < tile.rows ? __ldg(outputs.prob + row + lane) : 1.0f};
-        const WarpTile t{
-            place,
-            factors,
-            outputs.bias + static_cast<long long>(group) * operands.n,
-            tensor_memory + (PROMOTES ? SUMS_AT : accumulator.stage * SECOND_ACCUMULATOR) + (warp * 32 << 16),
-            row,
-            tile.rows - first,
-            GLU == GLU_NONE ? tile.column : tile.column / 2,
-            accumulator.stage,
-            lane};
+        const WarpTile t{place,
+                         factors,
+                         outputs.bias + static_cast<long long>(group) * operands.n,
+                         tensor_memory + sums * SECOND_ACCUMULATOR + (warp * 32 << 16),
+                         row,
+                         tile.rows - first,
+                         GLU == GLU_NONE ? tile.column : tile.column / 2,
+                         sums,
+                         lane};
         float highest = 0.0f;
 
-        await_sums(shared, operands, tile, tensor_memory, warp, lane, t.rows, accumulator);
+        await_sums(shared, accumulator);
         store_tile<WIDE_BLOCKS>(shared, problem, t, highest, turn, warp);
         __syncwarp();
         if constexpr (HAS_AMAX) {

@@ -23,7 +23,8 @@
 //
 // Roles, by warp. Clusters are persistent. * marks what only the even CTA of a pair does, ** the cluster's first CTA.
 //
-//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles **    8-11  gather scales
+//   0-3  store D        4  load A        5  load B        6  multiply *        7  hand out tiles **    8-11  gather scales;
+//                                                              for FP8_BLOCK, which gathers none, 8-11 promote and store as 0-3
 //
 //      4, 5, 8-11                                    6                                     0-3
 //      ----------                                    -                                     ---
@@ -300,23 +301,25 @@ __device__ __forceinline__ void give_back(SharedStorage& shared, int stage, int 
     }
 }
 
-__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
-    if constexpr (!PROMOTES) give_back(shared, stage, lane);
-}
-
 #include "sm100_grouped/promote.cuh"
 
-// A store warp: its sums of a tile are there; `lanes`: of the tile that exist from the warp's first one on.
-__device__ __forceinline__ void await_sums(SharedStorage& shared, const Operands& operands, const Tile& tile,
-                                           uint32_t tensor_memory, int warp, int lane, int lanes,
-                                           Pipeline<2>& accumulator) {
-    if constexpr (PROMOTES) {
-        promote_tile(shared, operands, tile, tensor_memory + (warp * 32 << 16), warp, lane, lanes,
-                     accumulator);
-    } else {
-        mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
-        tcgen05_fence_after_thread_sync();
-    }
+// The same for a tile's sums, of which the first unit is in accumulator `stage`.
+__device__ __forceinline__ void give_back_sums(SharedStorage& shared, int stage, int lane) {
+    if constexpr (PROMOTES)
+        give_back_promoted(shared, stage, lane);
+    else
+        give_back(shared, stage, lane);
+}
+
+// A store warp: the accumulator of its tile's sums, with PROMOTES of their first unit.
+__device__ __forceinline__ int sums_stage(const Pipeline<ACCUMULATORS>& accumulator) {
+    return PROMOTES ? (accumulator.stage + ACCUMULATORS - UNITS) % ACCUMULATORS : accumulator.stage;
+}
+
+__device__ __forceinline__ void await_sums(SharedStorage& shared, const Pipeline<ACCUMULATORS>& accumulator) {
+    if constexpr (PROMOTES) return;  // promote_next has
+    mbarrier_wait(shared_address(&shared.done[accumulator.stage]), accumulator.phase);
+    tcgen05_fence_after_thread_sync();
 }
 
 #if EPILOGUE_IS_QUANT
@@ -324,11 +327,13 @@ __device__ __forceinline__ void await_sums(SharedStorage& shared, const Operands
 #else
 // A store warp: its 32 lanes of every tile.
 __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem& problem,
-                                            uint32_t tensor_memory, int warp, int lane) {
+                                            uint32_t tensor_memory, int promoter, int warp, int lane) {
     Reader reader(shared.queue);
-    Pipeline<2> accumulator;
+    Pipeline<ACCUMULATORS> accumulator;
     Tile tile{};
     while (reader.next(tile, lane)) {
+        if constexpr (PROMOTES)
+            promote_next(shared, problem, reader, tile, tensor_memory, promoter, warp, lane, accumulator);
         const Operands& operands = problem.of(tile.group);
         const int group = group_in_operands(tile);
         const float factor =
@@ -339,24 +344,24 @@ __device__ __forceinline__ void store_tiles(SharedStorage& shared, const Problem
         const int column_limit = TOKENS_ON_N ? tile.rows : columns_left;
         const int first = pair_rank() * LANE_ROWS + warp * 32;
         const int at = first + lane;
-        const uint32_t d =
-            tensor_memory + (PROMOTES ? SUMS_AT : accumulator.stage * SECOND_ACCUMULATOR) + (warp * 32 << 16);
+        const int sums = sums_stage(accumulator);
+        const uint32_t d = tensor_memory + (PROMOTES ? 0 : sums * SECOND_ACCUMULATOR) + (warp * 32 << 16);
 
-        await_sums(shared, operands, tile, tensor_memory, warp, lane, lane_limit - first, accumulator);
-        for (int i = 0; i < NUM_CHUNKS; ++i) {
+        await_sums(shared, accumulator);
+        for (int i = 0; i < OWN_CHUNKS; ++i) {
             // The columns that the accumulators share come first: the first one's last, the second one's first.
-            const int chunk = SHARED_COLUMNS > 0 && accumulator.stage == 0 ? NUM_CHUNKS - 1 - i : i;
-            const int column = chunk * CHUNK;
+            const int chunk = SHARED_COLUMNS > 0 && sums == 0 ? NUM_CHUNKS - 1 - i : i;
+            const int column = PROMOTES ? own_column(promoter, i) : chunk * CHUNK;
             const bool exists = first < lane_limit && column < column_limit;
             uint32_t r[CHUNK];
             __syncwarp();  // the stores before may have parted the lanes
             if (exists) {
-                tcgen05_ld_32x32b<CHUNK>(r, d + column);
+                tcgen05_ld_32x32b<CHUNK>(r, d + (PROMOTES ? sums_column(sums, column) : column));
                 tcgen05_wait_ld();
 #pragma unroll
                 for (int j = 0; j < CHUNK; ++j) pin_loaded(r[j]);
             }
-            if (i == CHUNKS_BEFORE_DRAINED - 1) give_back_sums(shared, accumulator.stage, lane);
+            if (i == CHUNKS_BEFORE_DRAINED - 1) give_back_sums(shared, sums, lane);
             if (exists && at < lane_limit) {
                 const int m = tile.row + (TOKENS_ON_N ? column : at);
                 const int n = tile.column + (TOKENS_ON_N ? at : column);
@@ -415,7 +420,7 @@ extern "C" __global__ void
                 mbarrier_init(shared_address(&shared.full[s]), FULL_ARRIVALS);
                 mbarrier_init(shared_address(&shared.empty[s]), EMPTY_ARRIVALS);
             }
-            for (int a = 0; a < 2; ++a) {
+            for (int a = 0; a < ACCUMULATORS; ++a) {
                 mbarrier_init(shared_address(&shared.done[a]), 1);
                 mbarrier_init(shared_address(&shared.drained[a]), DRAINED_ARRIVALS);
             }
@@ -448,8 +453,15 @@ extern "C" __global__ void
     tcgen05_fence_after_thread_sync();
     const uint32_t tensor_memory = shared.tensor_memory;
 
-    if (warp < NUM_STORE_WARPS) {
-        store_tiles(shared, problem, tensor_memory, warp, lane);
+    const bool stores = warp < NUM_STORE_WARPS || (PROMOTES && warp > SCHEDULE_WARP);
+    // In either branch of its own: where they met, the compiler would have to do with the fewer registers.
+    if constexpr (MOVES_REGISTERS) {
+        if (!stores) setmaxnreg_dec<OTHER_REGISTERS>();
+    }
+    if (stores) {
+        if constexpr (MOVES_REGISTERS) setmaxnreg_inc<PROMOTER_REGISTERS>();
+        store_tiles(shared, problem, tensor_memory, PROMOTES && warp > SCHEDULE_WARP ? warp / 4 - 1 : 0,
+                    PROMOTES ? warp % 4 : warp, lane);
     } else if (warp == LOAD_A_WARP) {
         if (elect_one()) load_operand<true>(shared, problem);
     } else if (warp == LOAD_B_WARP) {

@@ -61,10 +61,14 @@ constexpr int RIGHT_SCALE_BYTES = RIGHT_ATOMS * LEFT_SCALE_BYTES;
 constexpr bool GATHERS_A = !PROMOTES && SCALES_A != SCALES_TILED;
 constexpr bool GATHERS_B = !PROMOTES && SCALES_B != SCALES_TILED;
 constexpr int NUM_GATHER_WARPS = GATHERS_A || GATHERS_B ? 4 : 0;
-constexpr int NUM_STORE_WARPS = 4;
-constexpr int NUM_THREADS = 32 * (8 + NUM_GATHER_WARPS);
+constexpr int NUM_STORE_WARPS = 4;  // of a warpgroup
+// With PROMOTES the first of several warpgroups that share a tile's columns; the others' warps come last.
+constexpr int PROMOTERS = !PROMOTES || MMA_N == 32 ? 1 : 2;
+constexpr int NUM_THREADS = 32 * (4 + NUM_STORE_WARPS * PROMOTERS + NUM_GATHER_WARPS);
 constexpr int LOAD_A_WARP = 4, LOAD_B_WARP = 5, MULTIPLY_WARP = 6, SCHEDULE_WARP = 7, GATHER_WARP = 8;
-
+// Registers of a thread of two such warpgroups, and of the other four warps: sums and loaded products need more than all get.
+constexpr bool MOVES_REGISTERS = PROMOTERS > 1;
+constexpr int PROMOTER_REGISTERS = MMA_N == 256 ? 240 : 232, OTHER_REGISTERS = MMA_N == 256 ? 24 : 40;
 // Bytes that the two producers bring to a stage of a CTA.
 constexpr int LEFT_LOADED = LEFT_BYTES / (PADDED_B && TOKENS_ON_N ? 2 : 1) +
                             ((TOKENS_ON_N ? GATHERS_B : GATHERS_A) ? 0 : LEFT_SCALE_BYTES);
@@ -74,8 +78,8 @@ constexpr int RIGHT_LOADED = RIGHT_BYTES / (PADDED_B && !TOKENS_ON_N ? 2 : 1) +
 // Arrivals that end a phase of a barrier; of `full` also the bytes of CTA_GROUP CTAs.
 constexpr int FULL_ARRIVALS = 2 + (NUM_GATHER_WARPS > 0 ? CTA_GROUP : 0);  // one gathering warp of each CTA
 constexpr int EMPTY_ARRIVALS = MULTICAST;
-constexpr int DRAINED_ARRIVALS = CTA_GROUP * NUM_STORE_WARPS;
-constexpr int QUEUE_ARRIVALS = CLUSTER * (NUM_STORE_WARPS + 2 + NUM_GATHER_WARPS) + MULTICAST;
+constexpr int DRAINED_ARRIVALS = CTA_GROUP * NUM_STORE_WARPS * PROMOTERS;
+constexpr int QUEUE_ARRIVALS = CLUSTER * (NUM_STORE_WARPS * PROMOTERS + 2 + NUM_GATHER_WARPS) + MULTICAST;
 
 // Tensor memory: two accumulators, then the scales. Where that is more than there is, the accumulators share columns, and
 // the shared ones are read first and given back.
@@ -84,13 +88,14 @@ constexpr int CHUNK = 32;  // columns that are read at a time
 constexpr int TOO_MANY = 2 * MMA_N + SCALE_COLUMNS - 512;
 constexpr int SHARED_COLUMNS = TOO_MANY > 0 ? (TOO_MANY + CHUNK - 1) / CHUNK * CHUNK : 0;
 constexpr int NUM_CHUNKS = MMA_N / CHUNK;
-constexpr int CHUNKS_BEFORE_DRAINED = SHARED_COLUMNS > 0 ? SHARED_COLUMNS / CHUNK : NUM_CHUNKS;
-// With PROMOTES an accumulator is for a unit of the tile, and the tile's sums come behind the two.
-constexpr int UNIT_N = PROMOTES && MMA_N > 128 ? 128 : MMA_N;
-constexpr int UNITS = MMA_N / UNIT_N;
+constexpr int OWN_CHUNKS = NUM_CHUNKS / PROMOTERS;  // that a warp stores
+constexpr int CHUNKS_BEFORE_DRAINED = SHARED_COLUMNS > 0 ? SHARED_COLUMNS / CHUNK : OWN_CHUNKS;
+// With PROMOTES an accumulator is for a unit of the tile, for 128 of K: while one is read, products of others are under way.
+constexpr int UNITS = PROMOTES && MMA_N > 128 ? 2 : 1;
+constexpr int UNIT_N = MMA_N / UNITS;
+constexpr int ACCUMULATORS = PROMOTES ? 4 : 2;
 constexpr int SECOND_ACCUMULATOR = PROMOTES ? UNIT_N : MMA_N - SHARED_COLUMNS;
-constexpr int SUMS_AT = 2 * UNIT_N;
-constexpr int LEFT_SCALES_AT = PROMOTES ? SUMS_AT + MMA_N : 2 * MMA_N - SHARED_COLUMNS;
+constexpr int LEFT_SCALES_AT = PROMOTES ? ACCUMULATORS * UNIT_N : 2 * MMA_N - SHARED_COLUMNS;
 constexpr int RIGHT_SCALES_AT = LEFT_SCALES_AT + SCALE_ATOM_COLUMNS * ATOMS;
 constexpr int USED_COLUMNS = LEFT_SCALES_AT + SCALE_COLUMNS;
 constexpr int TMEM_COLUMNS = USED_COLUMNS <= 128 ? 128 : USED_COLUMNS <= 256 ? 256 : 512;
@@ -105,7 +110,7 @@ struct alignas(128) SharedStorageOf {
     // Atoms of one 128 rows along K, then of the next 128 rows.
     uint8_t right_scales[STAGES][PROMOTES ? 1 : RIGHT_SCALE_BYTES];
     uint64_t full[STAGES], empty[STAGES];
-    uint64_t done[2], drained[2];
+    uint64_t done[ACCUMULATORS], drained[ACCUMULATORS];
     TileQueueStorage queue;
     GroupTableStorage<PROBLEM_LIST ? 1 : MAX_GROUPS> groups;
     int scale_shifts[NEEDS_OWN_TILES ? MAX_GROUPS : 1];
@@ -114,6 +119,9 @@ struct alignas(128) SharedStorageOf {
     float column_maxima[2][NUM_STORE_WARPS][COLUMN_QUANT == QUANT_FP8_BLOCK ? WIDE / CHUNK : 1][32];
 #endif
     uint32_t tensor_memory;
+    // Of the tokens of a warp's columns, scale times the weights' scale, of two K blocks in turn.
+    alignas(16) float column_scales[PROMOTES && TOKENS_ON_N ? NUM_STORE_WARPS * PROMOTERS : 1][2]
+                                   [PROMOTES && TOKENS_ON_N ? OWN_CHUNKS * CHUNK : 1];
 };
 
 static_assert(LEFT_BYTES % 1024 == 0 && RIGHT_BYTES % 1024 == 0, "the swizzle repeats every 1024 bytes");

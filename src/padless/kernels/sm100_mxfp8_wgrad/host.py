@@ -10,7 +10,7 @@ import torch
 from padless.formats import ceil_div
 from padless.kernels.launch import Prepared, load_kernel
 from padless.kernels.maps import output_ragged
-from padless.kernels.sm100_mxfp8_wgrad.config import TILE, Sm100WgradConfig
+from padless.kernels.sm100_wgrad import TILE, Sm100WgradConfig
 from padless.runtime.driver import Argument, Driver, LaunchShape
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, outer_stride
 

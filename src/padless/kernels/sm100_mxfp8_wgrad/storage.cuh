@@ -36,6 +36,7 @@ struct alignas(1024) SharedStorageOf {
 constexpr int STAGES = NUM_STAGES == 0 ? stages_that_fit<SharedStorageOf, 12>() : NUM_STAGES;
 using SharedStorage = SharedStorageOf<STAGES>;
 #include "device/read_back.cuh"
+#include "device/sm100/gradient.cuh"
 
 // A tile of one group. end: its last token and one; first_scales: row of the scales of its first 32 tokens.
 struct Tile {
@@ -92,44 +93,4 @@ __device__ __forceinline__ void load_block(const Rows& rows, uint8_t* stage, uin
         tma_load_2d(rows.plain, destination, full, feature, token);
     else
         tma_load_4d(rows.ragged, destination, full, feature, RAGGED_B - (end - token), end, RAGGED_B);
-}
-
-// The result. Strides in elements.
-struct Gradient {
-    void* data;
-    long long group_stride, row_stride;
-    int n_rows, n_columns;
-};
-
-// 32 columns of one row of a group; what is not in the gradient is left out, 16 bytes at a time.
-__device__ __forceinline__ void store_sums(const Gradient& d, const uint32_t (&sums)[32], int group, int row,
-                                           int column) {
-    if (row >= d.n_rows) return;
-    const long long at = group * d.group_stride + row * d.row_stride + column;
-    if constexpr (OUT_TYPE == OUT_F32) {
-        float4* const to = reinterpret_cast<float4*>(static_cast<float*>(d.data) + at);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (column + 4 * i >= d.n_columns) break;
-            float4 four = make_float4(__uint_as_float(sums[4 * i]), __uint_as_float(sums[4 * i + 1]),
-                                      __uint_as_float(sums[4 * i + 2]), __uint_as_float(sums[4 * i + 3]));
-            if constexpr (ACCUMULATE) {
-                const float4 old = to[i];
-                four = make_float4(old.x + four.x, old.y + four.y, old.z + four.z, old.w + four.w);
-            }
-            to[i] = four;
-        }
-    } else {
-        uint4* const to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(d.data) + at);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (column + 8 * i >= d.n_columns) break;
-            uint32_t words[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                words[j] = cvt_bf16x2(__uint_as_float(sums[8 * i + 2 * j]),
-                                      __uint_as_float(sums[8 * i + 2 * j + 1]));
-            to[i] = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
 }

@@ -11,6 +11,7 @@ from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.kernels.config import (
     BF16,
     FEW_GROUPS,
+    MANY_GROUPS,
     check_common_fields,
     cpp_constants,
     fields_of,
@@ -132,12 +133,13 @@ def select_config(
     leave open.
     """
     block_m = tokens_of_tile(m, num_groups)
-    if (a_format, b_format, out_dtype) == _LARGEST:
+    is_large_table = num_groups > MANY_GROUPS
+    if is_large_table or (a_format, b_format, out_dtype) == _LARGEST:
         block_m = min(block_m, 64)
     decoding = block_m <= 32
     # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens and
-    # their float32 output the shared memory.
-    if "FP8_BLOCK" in (a_format, b_format):
+    # their float32 output, or of 64 and a large table of groups, the shared memory.
+    if is_large_table or "FP8_BLOCK" in (a_format, b_format):
         wide = decoding
     else:
         wide = block_m < 128 or out_dtype != torch.float32
@@ -145,8 +147,8 @@ def select_config(
         wide = False
     fp4 = b_format in ("MXFP4", "NVFP4")
     # 32 tokens of FP4 leave room for three stages of two blocks, 32 of bf16 for two, and 64 of FP4 for two beside an
-    # output of 16 bits.
-    most = 64 if out_dtype != torch.float32 else 32
+    # output of 16 bits and the smallest table of groups; beside the largest one no more than 16 do.
+    most = 0 if is_large_table else 64 if out_dtype != torch.float32 and num_groups <= FEW_GROUPS else 32
     two_blocks = fp4 and 32 <= block_m <= most and a_format in ("MXFP4", "NVFP4")
     return Sm90Bf16Config(
         a_format,

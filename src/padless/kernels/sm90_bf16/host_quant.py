@@ -11,7 +11,7 @@ import torch
 
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels.config import format_name, room_for_groups
+from padless.kernels.config import MANY_GROUPS, format_name, room_for_groups
 from padless.kernels.epilogue_gate import SM90_BF16_MULTIPLES_OF_N
 from padless.kernels.epilogue_launch import (
     QuantConfig,
@@ -127,7 +127,10 @@ def shared_bytes(tile: Sm90Bf16Config, epilogue: Epilogue, stages: int) -> int:
     columns = staged_columns(epilogue)
     teams = tile.num_warpgroups // max(1, columns * tile.num_warpgroups // tile.block_n)
     staged = teams * tile.block_m * (columns + 4) * 4
-    return (stages * stage + tokens) * tile.blocks_of_stage + staged + 24 * tile.max_groups + 1024
+    a_group = (
+        24 if tile.max_groups <= MANY_GROUPS else 17
+    )  # 24 is more than the table has, and keeps tiles as they were
+    return (stages * stage + tokens) * tile.blocks_of_stage + staged + a_group * tile.max_groups + 1024
 
 
 def _problem_with(tile: Sm90Bf16Config, epilogue: Epilogue) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from padless.formats import OUT_DTYPES, ceil_div, round_up
 from padless.kernels.config import (
     FEW_GROUPS,
+    MANY_GROUPS,
     check_common_fields,
     cpp_constants,
     fields_of,
@@ -123,9 +124,10 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     if few is not None:
         return few
     costs = cost_table(_KERNEL).costs
-    if problem.out_dtype == torch.float32:
-        # A float32 tile takes twice the shared memory on its way out: the largest would leave two stages.
-        costs = {tile: cost for tile, cost in costs.items() if tile.block_m * tile.block_n <= 128 * 128}
+    # A float32 tile takes twice the shared memory on its way out, and a table of many groups the place of a stage: the
+    # largest would leave two stages.
+    most = 128 * (128 if problem.out_dtype == torch.float32 else 192 if problem.num_groups > MANY_GROUPS else 256)
+    costs = {tile: cost for tile, cost in costs.items() if tile.block_m * tile.block_n <= most}
     m, n, k = problem.m, problem.n, problem.k
     if has_few_rows(m, problem.num_groups):
         costs = {tile: cost for tile, cost in costs.items() if max(tile.block_m, tile.block_n) <= 128}
@@ -161,10 +163,11 @@ def few_rows_tile(problem: Problem, tokens: tuple[tuple[int, float], ...]) -> Sm
 def fit_config(config: Sm90Fp8Config, problem: Problem) -> Sm90Fp8Config:
     """``config`` with what has to follow from the operands: output dtype, room for groups and for scales."""
     window_bytes = 4 * config.block_m * _window_k_blocks(problem.k)
-    if config.scales == "k" and window_bytes > _MAX_WINDOW_BYTES:
+    most_bytes = _MAX_WINDOW_BYTES // (2 if problem.num_groups > MANY_GROUPS else 1)
+    if config.scales == "k" and window_bytes > most_bytes:
         raise ValueError(
             f"config has scales='k' and K is {problem.k}: the scales of {config.block_m} rows take {window_bytes} bytes "
-            f"of shared memory, at most {_MAX_WINDOW_BYTES} fit; use scales='mn' or a smaller block_m"
+            f"of shared memory, at most {most_bytes} fit; use scales='mn' or a smaller block_m"
         )
     return replace(
         config,

@@ -12,6 +12,7 @@ import torch
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels import epilogue_gate, epilogue_launch, maps
+from padless.kernels.config import FEW_GROUPS, MANY_GROUPS
 from padless.kernels.cost_model import Tile, best_tile, cost_table
 from padless.kernels.launch import Prepared, load_kernel, tile_counter
 from padless.kernels.sm90_fp8.config import QUANTIZED_TOKENS, Problem, Sm90Fp8Config, few_rows_tile, fit_config
@@ -76,24 +77,28 @@ def shares_row_blocks(epilogue: Epilogue) -> bool:
 
 def _stages_fit(problem: Problem, epilogue: Epilogue) -> bool:
     """Whether a tile of 256 rows with its outputs leaves room for three stages; two are too few."""
+    if problem.num_groups > MANY_GROUPS:
+        return False
     plain = epilogue.d_dtype.itemsize if epilogue.d_dtype is not None else 0
     row = 1 / epilogue.row_format.codes_per_byte if epilogue.row_format is not None else 0
     column = 1 if epilogue.column_format is not None else 0
     staged = (plain + row + column) / (2 if epilogue.is_glu else 1)  # bytes an element of the sums
     if epilogue.column_format is None or epilogue.column_format == FP8_BLOCK:
-        return staged < 2 or (staged == 2 and problem.num_groups <= 256)  # beyond, the table of groups is larger
+        return staged < 2 or (staged == 2 and problem.num_groups <= FEW_GROUPS)  # beyond, the table of groups is larger
     return staged < 2  # 32-row blocks have more column scales to keep
 
 
 def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
     """The tile of least estimated time among those that can do ``epilogue``, or one with few_rows where groups have few.
 
-    A SwiGLU's rows of FP8_BLOCK take two CTAs with tokens on rows, and one with tokens on columns.
+    A SwiGLU's rows of FP8_BLOCK take two CTAs with tokens on rows, and one with tokens on columns. Raises ValueError for
+    more groups than leave room for the outputs.
     """
     if shares_row_blocks(epilogue) and epilogue.column_format is None:
         few = few_rows_tile(problem, QUANTIZED_TOKENS)
         if few is not None:
             return replace(few, block_n=256)
+    epilogue_launch.check_groups(problem.num_groups, epilogue)
     cluster = 2 if shares_row_blocks(epilogue) else 1
     measured = cost_table("sm90_fp8_grouped_gemm").costs
     costs = {tile: cost for tile, cost in measured.items() if tile.block_n == epilogue_launch.TILE_COLUMNS}

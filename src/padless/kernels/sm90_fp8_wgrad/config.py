@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
-from padless.kernels.config import cpp_constants, fields_of, requirement_of, room_for_groups
+from padless.kernels.config import MANY_GROUPS, cpp_constants, fields_of, requirement_of, room_for_groups
 from padless.kernels.wgrad import check_gradient_fields
 
 BLOCK_N = 128  # columns of a tile, and tokens of a block
@@ -116,8 +116,9 @@ def select_config(problem: WgradProblem) -> WgradConfig:
     allowed = sorted(blocks_m(problem.mode, problem.out_dtype, problem.accumulate), reverse=True)
     is_long = problem.tokens >= _LONG * problem.num_groups
     is_float = problem.out_dtype == torch.float32
-    if (problem.accumulate and not is_long) or (is_float and problem.tokens < _FEW * problem.num_groups):
-        allowed = [128]
+    is_short = is_float and problem.tokens < _FEW * problem.num_groups
+    if (problem.accumulate and not is_long) or is_short or problem.num_groups > MANY_GROUPS:
+        allowed = [128]  # 256 rows and a large table of groups leave two stages
     block_m = min(allowed, key=lambda block_m: estimated_cycles(problem, block_m))
     reduced = 2 if problem.accumulate and block_m == 256 else 0
     fits = ceil_div(problem.k, BLOCK_N) % 2 == 0 and problem.num_sms > 1  # else a CTA has a tile without columns

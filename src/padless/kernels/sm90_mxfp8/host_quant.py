@@ -33,12 +33,15 @@ def prepare(
     config: the tile, None for 128 x 128. It needs block_n = 128, and block_m = 128 for FP8_BLOCK columns.
 
     Raises ValueError for what this kernel cannot do: FP8_BLOCK rows of a SwiGLU, whose blocks are wider than the output
-    of a tile.
+    of a tile; more groups than leave room for the outputs.
     """
     n = b.data.shape[1]
     epilogue_launch.check_outputs(n, tensors, epilogue)
     device = a.data.device.index or 0
-    tile = fit(Sm90Mxfp8Config() if config is None else config, a, b, epilogue.d_dtype or torch.bfloat16)
+    if config is None:
+        epilogue_launch.check_groups(b.data.shape[0], epilogue)
+        config = Sm90Mxfp8Config()
+    tile = fit(config, a, b, epilogue.d_dtype or torch.bfloat16)
     check_tile(tile, epilogue)
     compiled = epilogue_launch.QuantConfig(tile, epilogue)
     loaded = load_kernel(driver, KERNEL, compiled, device)

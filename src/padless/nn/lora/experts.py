@@ -133,7 +133,7 @@ class LoraExperts(AdaptedModule):
         x: (T, H) bfloat16, float16 or float32. top_k_index, top_k_weights: (T, k), shared: (T, H), as in
         `padless.moe.moe`.
         adapter_ids: (T,) int32 or int64, the place in ``adapters`` of each token's; others, such as -1, are none. Then
-            experts times (adapters + 1) may be 1024 at most. None: all tokens have ``active``.
+            experts times (adapters + 1) may be 4096 at most. None: all tokens have ``active``.
 
         A token without an adapter has the bits of `padless.moe.moe`. Differentiable, once, for x, top_k_weights, shared,
         the adapters and biases that are parameters. No synchronization; safe in CUDA graphs. Raises ValueError.

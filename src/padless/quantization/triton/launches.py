@@ -3,7 +3,8 @@
 The search takes the host longer than the launch, and Triton's own launcher half as long again.
 A compiled kernel depends on the constants and options of the call, on the dtypes of tensors, on which addresses and
 numbers are multiples of 16, and on which numbers are 1 or need 64 bits. These are compared at every call, and nothing
-else is kept: no tensor and no address. It is launched as padless's own kernels are, by `padless.runtime.driver`.
+else is kept: no tensor and no address. It is launched as padless's own kernels are, by `padless.runtime.driver`; one
+that padless-cubins has is not even compiled.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,8 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
-import struct
 from functools import lru_cache, partial
 from typing import Any
 
@@ -24,8 +23,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import JITFunction
 
 from padless.kernels.remembered import keep
-from padless.runtime import driver
-from padless.runtime.driver import CudaLaunch, LaunchShape, is_made
+from padless.quantization.triton.compiled import Compiled, Description, shipped_kernel
+from padless.runtime.driver import is_made
 
 _MOST = 4096
 _KNOWN: dict[tuple[Any, ...], Any] = {}  # compiled kernels, to be called with a number of programs and arguments
@@ -44,81 +43,25 @@ def launch(kernel: Any, programs: int) -> Any:
 
 def _launch(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     index = arguments[0].get_device()
-    key = (id(kernel), index, *options, *options.values(), *_facts(kernel, arguments))
+    facts = _facts(kernel, arguments)
+    key = (id(kernel), index, *options, *options.values(), *facts)
     known = _KNOWN.get(key)
+    if known is None and (known := shipped_kernel(kernel, index, facts, options)) is not None:
+        keep(_KNOWN, _MOST, key, known)
     if known is not None:
         known(programs, arguments)
     elif is_made(None):
         compiled = kernel[(programs,)](*arguments, **options)
         if type(compiled) is CompiledKernel:
             constants = tuple(options[name] for name in kernel.arg_names[len(arguments) :])
-            ours = _Compiled.of(compiled, index, len(arguments))
+            said = Description.of(compiled, len(arguments))
+            ours = None if said is None else Compiled(said, ctypes.c_void_p(compiled.function), index)
             keep(_KNOWN, _MOST, key, ours or partial(_by_triton, compiled, constants))
 
 
 def _by_triton(compiled: Any, constants: tuple[Any, ...], programs: int, arguments: tuple[Any, ...]) -> None:
     if is_made(None):
         compiled[(programs, 1, 1)](*arguments, *constants)
-
-
-# Types of parameters: how they are packed into a 64-bit word, and their bytes.
-_NUMBERS = {"pointer": ("Q", 8), "i32": ("i4x", 4), "i64": ("q", 8), "fp32": ("f4x", 4)}
-_MOST_GRIDS = 64
-_PARAMETER = re.compile(r"\.param\s+\.[a-z]+(\d+)")
-
-
-class _Compiled:
-    """A compiled kernel, launched by the driver."""
-
-    def __init__(self, prototype: CudaLaunch, is_taken: list[bool], layout: str) -> None:
-        self._prototype = prototype
-        self._is_taken = is_taken
-        self._pack_into = struct.Struct(layout).pack_into
-        self._device = prototype.device
-        self._idle: dict[int, list[CudaLaunch]] = {}  # by programs; each is used by one call at a time
-
-    @classmethod
-    def of(cls, compiled: Any, device: int, num_arguments: int) -> _Compiled | None:
-        """None where the kernel's own parameters are not those of its signature, or it is launched in another way."""
-        data = compiled.metadata
-        needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid")
-        entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
-        if data.num_ctas != 1 or any(getattr(data, name, 0) for name in needs) or entry is None:
-            return None
-        kinds = ["pointer" if kind.startswith("*") else kind for kind in compiled.src.signature.values()]
-        own = [kind for kind in kinds if kind != "constexpr"]
-        if len(own) > len([kind for kind in kinds[:num_arguments] if kind != "constexpr"]) or not _NUMBERS.keys() >= {
-            *own
-        }:
-            return None
-        sizes = [_NUMBERS[kind][1] for kind in own]
-        found = [int(bits) // 8 for bits in _PARAMETER.findall(entry[1])]
-        scratch = [8] * (len(found) - len(sizes))  # addresses of scratch memory that this kernel does not have
-        if found != sizes + scratch or len(scratch) > 2:
-            return None
-        shape = LaunchShape(1, 32 * data.num_warps, 1, bool(getattr(data, "launch_pdl", False)))
-        function = ctypes.c_void_p(compiled.function)
-        zeros = [(0, size) for size in found]
-        prototype = CudaLaunch(driver.cuda_driver(device), function, data.shared, shape, zeros, device)
-        return cls(prototype, [kind != "constexpr" for kind in kinds], "<" + "".join(_NUMBERS[kind][0] for kind in own))
-
-    def __call__(self, programs: int, arguments: tuple[Any, ...]) -> None:
-        values = [
-            value.data_ptr() if isinstance(value, torch.Tensor) else value
-            for value, is_taken in zip(arguments, self._is_taken, strict=False)
-            if is_taken
-        ]
-        idle = self._idle.get(programs)
-        if idle is None:
-            idle = keep(self._idle, _MOST_GRIDS, programs, [])
-        try:
-            launch = idle.pop()
-        except IndexError:
-            launch = self._prototype.copy(programs)
-        self._pack_into(launch.words, 0, *values)
-        launch(driver.current_stream(self._device))
-        if not driver.is_observed():  # an observer reads the launch later
-            idle.append(launch)
 
 
 def _facts(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:

@@ -20,7 +20,8 @@ import torch
 
 from padless.emulator import Emulator
 from padless.emulator.fake_driver import memory_of
-from padless.verify.cudnn.host_code import Device, OnDevice, with_driver
+from padless.emulator.program.cute_dsl import with_driver
+from padless.verify.cudnn.host_code import Device, OnDevice
 
 Tensors = dict[str, torch.Tensor | None]
 MODULES = {"nvidia-cudnn-frontend": "cudnn", "nvidia-cutlass-dsl": "cutlass", "apache-tvm-ffi": "tvm_ffi"}

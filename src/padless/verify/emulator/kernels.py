@@ -1,14 +1,11 @@
-"""Parts of comparisons of whole kernels with the emulator: its backend, what a problem costs it, bits to compare."""
+"""Parts of comparisons of whole kernels with the emulator: its backend, what a problem costs it."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
 from padless.kernels.table import kernels_arch
 from padless.runtime.choices import BackendName
-from padless.testing.bits import bits as bits_of
 
 
 def backend_of(arch: str) -> BackendName:
@@ -28,8 +25,3 @@ def settings_of(backend: BackendName | None) -> AbstractContextManager[object]:
 def emulation_cost(rows: int, groups: int, n: int, k: int) -> float:
     """A number about proportional to the emulator's time for a problem: whole tiles, some of which are mostly empty."""
     return (rows + 64 * groups) * (n + 64) * (k + 64)
-
-
-def bits(out: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """The valid rows as integers, on the CPU."""
-    return bits_of(out[: int(offs[-1])].cpu())

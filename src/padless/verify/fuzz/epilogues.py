@@ -1,34 +1,53 @@
-"""Quantising calls under judgement: grouped_gemm_quant, grouped_gemm_swiglu_quant and grouped_gemm_epilogue.
+"""Fuzz checks of the quantising calls: grouped_gemm_quant, grouped_gemm_swiglu_quant and grouped_gemm_epilogue.
 
-Sums come from grouped_gemm in float32, which has problems of its own; every step behind them is made again here.
+Without an activation every element follows from the kernel's float32 sums, which have other checks. SwiGLU's
+exponential is approximate: such a call is made again for its float32 values, which are compared by the error that the
+exponential may have, and everything else has to follow from these.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
-from padless.epilogue import COLUMN_FORMATS, INTERLEAVE, Epilogue, EpilogueTensors, column_tiles
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat, round_up
-from padless.kernels.launch import KernelChoice
-from padless.kernels.table import QUANT
-from padless.ops.epilogue_run import with_outputs
+from padless.compat.cudnn.request import FORMAT_OF_DTYPE
+from padless.epilogue import COLUMN_FORMATS, INTERLEAVE, MX_FORMATS, Epilogue, EpilogueTensors, GateRule
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat
+from padless.kernels.table import QUANT, Route
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
-from padless.testing.guarded import GuardedOutput
+from padless.reference.epilogue import epilogue_reference
+from padless.testing.operands import moved
 from padless.verify.fuzz import exact, operands
-from padless.verify.fuzz.judge import Judge
+from padless.verify.fuzz.case import Change, judge_case, whole
+from padless.verify.fuzz.epilogue_outputs import Layout, Outputs, Parts
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.products import Product, arch_of, k_multiple, shape
 from padless.verify.tiles import config_of, routes_of
 
-# SwiGLU: the exponential within 2^-21, of which the sigmoid takes at most all, and four roundings of 2^-24.
-_GLU_RELATIVE, _GLU_ABSOLUTE = 2.0**-21 + 2.0**-22, 2.0**-140
-_N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
+# SwiGLU: the exponential within 2^-21, of which the sigmoid takes at most all, and four roundings of 2^-24; and what
+# subnormals on the way lose.
+GLU_RELATIVE, GLU_ABSOLUTE = 2.0**-21 + 2.0**-22, 2.0**-140
+N_MULTIPLE = {None: 32, "interleaved": 64, "concatenated": 128}
+_DTYPE_OF = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
+
+
+def fitting(
+    route: Route, gated: bool, format: BlockScaledFormat | None, rows: bool, columns: bool
+) -> tuple[bool, bool]:
+    """(rows, columns): those outputs, or what a kernel stores that has no room for them."""
+    if gated and format == FP8_BLOCK and rows:
+        if route.b.startswith("MXFP8") and route.module in ("sm90_mxfp8_quant", "sm90_bf16_quant"):
+            return False, True
+        return True, columns and route.module != "sm90_bf16_quant"
+    return rows, columns
 
 
 def constants(gate_ups: tuple[str | None, ...], draw: Draw) -> Options:
@@ -40,13 +59,10 @@ def constants(gate_ups: tuple[str | None, ...], draw: Draw) -> Options:
     columns = format in COLUMN_FORMATS and draw.maybe(0.4)
     layouts = ("plain", "plain_mn") if format == FP8_BLOCK else ("plain", "blocked", "blocked_groups")
     column_layouts = ("plain",) if format == FP8_BLOCK else ("plain", "blocked", "blocked_groups")
-    rows = not columns or draw.maybe(0.7)
-    if gate_up is not None and format == FP8_BLOCK and rows and route.module == "sm90_mxfp8_quant":
-        rows, columns = False, True  # what this kernel refuses, and the next one
-    if gate_up is not None and format == FP8_BLOCK and rows and route.module == "sm90_bf16_quant":
-        columns = False
+    rows, columns = fitting(route, gate_up is not None, format, not columns or draw.maybe(0.7), columns)
     blocked = route.b != "FP8_BLOCK" and gate_up != "concatenated" and draw.maybe(0.3)
-    rules = {None: ("",), "FP8_BLOCK": ("",), "NVFP4": ("te",)}.get(name, ("rceil", "floor"))
+    semantics = "documented" if gate_up is not None else draw.one(("implementation", "documented"))
+    rules = ("",) if format not in MX_FORMATS else ("rceil", "floor", norm_const_rule(semantics))
     return {
         "a": route.a,
         "b": route.b,
@@ -59,19 +75,26 @@ def constants(gate_ups: tuple[str | None, ...], draw: Draw) -> Options:
         "columns": columns,
         "row_layout": draw.one(layouts) if format is not None else "plain",
         "column_layout": draw.one(column_layouts),
-        "rule": draw.one(rules),
+        "rule": "te" if format == NVFP4 else draw.one(rules),
         "alpha": draw.maybe(0.5),
         "bias": draw.maybe(0.5),
         "prob": draw.maybe(0.5),
         "amax": draw.maybe(0.5),
-        "semantics": "documented" if gate_up is not None else draw.one(("implementation", "documented")),
+        "semantics": semantics,
     }
 
 
-def rest(draw: Draw, fixed: Options) -> Options:
+def norm_const_rule(semantics: str) -> str:
+    return "cudnn" if semantics == "implementation" else "cudnn_documented"
+
+
+def rest(always: tuple[str, ...], draw: Draw, fixed: Options) -> Options:
+    """always: properties that every problem has."""
     found = shape(draw, fixed)
     groups = min(len(found["sizes"]), 5)
-    multiple = _N_MULTIPLE[fixed["gate_up"]]
+    multiple = N_MULTIPLE[fixed["gate_up"]]
+    tiled = "blocked" in fixed["row_layout"] + fixed["column_layout"]  # a kernel may store zeros next to scales
+    others = [name for name in found["properties"] if name not in always and not (tiled and name == "replay")]
     return found | {
         "sizes": found["sizes"][:groups],
         "n": draw.multiple(multiple, max(draw.limits.n, multiple)),
@@ -83,334 +106,286 @@ def rest(draw: Draw, fixed: Options) -> Options:
         "nan_group": -1 if found["nan_group"] >= groups else found["nan_group"],
         "hostile": [] if not found["hostile"] else found["hostile"][:groups],
         "m_aligned": 1,
+        "properties": [*always, *others],
     }
 
 
-@dataclass
-class _Numbers:
-    """alpha (G,), bias (G, N), prob (M,), global_scale (1,) or (G,): float32, None where the call has none."""
-
-    alpha: torch.Tensor | None
-    bias: torch.Tensor | None
-    prob: torch.Tensor | None
-    global_scale: torch.Tensor | None
+# --- a call ----------------------------------------------------------------------------------------------
 
 
-def _numbers(o: Options, p: Product) -> _Numbers:
-    generator, device = p.place.generator(o["seed"] + 1), p.place.device
+@dataclass(frozen=True)
+class Given:
+    """Operands of a call. numbers: float32, as an epilogue takes them; asked: as the problem has them."""
 
-    def normal(wanted: bool, *shape: int) -> torch.Tensor | None:
-        return torch.randn(shape, device=device, generator=generator) if wanted else None
-
-    shared = None
-    if o["format"] == NVFP4.name:
-        count = 1 if o["d_globals"] == 1 else p.groups
-        shared = torch.rand(count, device=device, generator=generator) * 0.1 + 0.001
-    return _Numbers(
-        normal(o["alpha"], p.groups), normal(o["bias"], p.groups, o["n"]), normal(o["prob"], p.rows), shared
-    )
+    a: Any
+    b: Any
+    offs: torch.Tensor
+    numbers: EpilogueTensors
+    asked: Parts
 
 
-def _keywords(o: Options, p: Product, numbers: _Numbers, config: KernelChoice | None) -> dict[str, Any]:
-    """The arguments of grouped_gemm_quant but for its output."""
-    return {
-        "a_tensor": p.a.given,
-        "b_tensor": p.b.given,
-        "padded_offsets": p.offs,
-        "alpha_tensor": numbers.alpha,
-        "bias_tensor": numbers.bias,
-        "prob_tensor": numbers.prob,
-        "return_amax": o["amax"],
-        "semantics": o["semantics"],
-        "backend": p.place.backend,
-        "config": config,
-        **({} if o["gate_up"] is None else {"gate_up": o["gate_up"]}),
-    }
+class Fused:
+    """A grouped GEMM with an epilogue, of a problem's options.
 
+    Optional ones: tile; gate, of a `GateRule`; alpha, bias and prob as names of dtypes; special, "inf" or "nan" among
+    prob. Of cuDNN's call alone: left_out, arguments that its defaults stand for; prob_of_rank_3.
+    """
 
-def _call(o: Options, keywords: dict[str, Any]) -> Any:
-    return (grouped_gemm_quant if o["gate_up"] is None else grouped_gemm_swiglu_quant)(**keywords)
+    def __init__(self, o: Options, place: Place) -> None:
+        self.o, self.place, self.product = o, place, Product(o | {"out": "float32"}, place)
+        self.format = None if o["format"] is None else FORMAT_BY_NAME[o["format"]]
+        self.config, self.epilogue = config_of(place, o, QUANT), self._epilogue()
+        p = self.product
+        self.rows, self.groups, self.spans, self.valid = p.rows, p.groups, p.spans, p.valid
+        asked = {name: t.to(place.device) for name, t in self._numbers(operands.generator_of(place, o))}
+        floats: dict[str, Any] = {name: t.float() for name, t in asked.items()}
+        numbers = EpilogueTensors(**floats)
+        self.operands = Given(p.a.given, p.b.given, p.offs, numbers, asked)
+        self.layout = self._layout_of(self.epilogue)
 
+    def _layout_of(self, epilogue: Epilogue) -> Layout:
+        return Layout(epilogue, self.place, self.rows, self.o["n"], self.spans, self.o["m_aligned"])
 
-def _outputs(o: Options, numbers: _Numbers) -> dict[str, Any]:
-    if o["format"] is None:
-        return {"d_dtype": DTYPES[o["out"]]}
-    given: dict[str, Any] = {"d_format": FORMAT_BY_NAME[o["format"]], "row_output": o["rows"]}
-    given |= {"column_output": o["columns"], "global_scale_tensor": numbers.global_scale}
-    given |= {"scale_rule": o["rule"] if o["rule"] in ("rceil", "floor") else None}
-    if o["rows"]:
-        given["row_layout"] = o["row_layout"]
-    if o["columns"]:
-        given["column_layout"] = o["column_layout"]
-    return given
+    def _numbers(self, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
+        o = self.o
+        shapes = {"alpha": (self.groups,), "bias": (self.groups, o["n"]), "prob": (self.rows,)}
+        for name, size in shapes.items():
+            if o[name]:
+                t = torch.randn(size, device=generator.device, generator=generator)
+                if name == "prob" and o.get("special") and self.rows > 3:
+                    t[self.rows // 5], t[self.rows // 2] = float(o["special"]), 0.0
+                yield name, t.to(DTYPES.get(o[name], torch.float32))
+        if self.epilogue.norm_const:
+            yield "norm_const", torch.rand(1, device=generator.device, generator=generator) + 0.01
+        if self.format == NVFP4:
+            count = 1 if o["d_globals"] == 1 else self.groups
+            yield "global_scale", torch.rand(count, device=generator.device, generator=generator) * 0.1 + 0.001
 
+    def _epilogue(self) -> Epilogue:
+        o, format = self.o, self.format
+        gated_bias = o["gate_up"] is None and o["semantics"] == "implementation"
+        return Epilogue(
+            alpha=bool(o["alpha"]),
+            bias=bool(o["bias"]),
+            prob=bool(o["prob"]),
+            bias_rule="gated_bias" if gated_bias else "gated_sum",
+            activation="none" if o["gate_up"] is None else "swiglu",
+            gate_up=o["gate_up"] or "concatenated",
+            gate_rule=GateRule(*o["gate"]) if o.get("gate") else None,
+            amax=o["amax"],
+            d_dtype=DTYPES[o["out"]] if format is None else None,
+            row_format=format if o["rows"] else None,
+            row_layout=o["row_layout"] if format is not None and o["rows"] else "plain",
+            column_format=format if o["columns"] else None,
+            column_layout=o["column_layout"] if o["columns"] else "plain",
+            scale_rule=o["rule"],
+        )
 
-def judge_quant(o: Options, place: Place) -> None:
-    """grouped_gemm_quant and grouped_gemm_swiglu_quant."""
-    p = Product(o | {"out": "float32"}, place)
-    config = config_of(place, o, QUANT)
-    numbers = _numbers(o, p)
-    keywords = _keywords(o, p, numbers, config)
-    made = _call(o, keywords | _outputs(o, numbers))
-    if o["hostile"]:
-        return
-    values = _values(o, p, numbers, keywords, config)
-    judge_amax(place.judge, o, p, made["amax_tensor"], values)
-    if o["format"] is None:
-        judge_values(place.judge, o, p, made["d_tensor"], values)
-        return
-    format = FORMAT_BY_NAME[o["format"]]
-    if o["rows"]:
-        scale = made.row.scale
-        judge_rows(place.judge, o, p, made["d_tensor"], scale, values, numbers.global_scale, format)
-    if o["columns"]:
-        storage = made["sfd_col_tensor"]
-        tiles = column_tiles(p.rows, p.groups, o["m_aligned"])
-        if o["column_layout"] != "plain":
-            storage = _flat(storage)
-        judge_columns(place.judge, o, p, made["d_col_tensor"], storage, values, format, tiles)
+    @property
+    def epilogue_of_values(self) -> Epilogue:
+        """Of the float32 values that this call rounds or quantises."""
+        plain: dict[str, Any] = {"amax": False, "row_layout": "plain", "column_layout": "plain", "scale_rule": ""}
+        return replace(self.epilogue, d_dtype=torch.float32, row_format=None, column_format=None, **plain)
 
+    # --- the calls
 
-def _flat(view: torch.Tensor) -> torch.Tensor:
-    """The bytes under cuDNN's 6-D view, in order."""
-    return view.view(torch.uint8).permute(5, 2, 4, 0, 1, 3).reshape(-1)
+    def run(self, given: Given) -> Parts:
+        return self._run(given, self.layout)
 
+    def _run(self, given: Given, layout: Layout) -> Parts:
+        outputs = Outputs(layout, self.place.device, self.o["gaps"][2])
+        self._call(given, layout.epilogue, outputs.tensors)
+        for name, stray in outputs.strays(anywhere=bool(self.o["hostile"])):
+            self.place.judge.wrong(f"{name}: something else was written", stray)
+        return outputs.parts()
 
-# --- D ---------------------------------------------------------------------------------------------------
+    def _call(self, given: Given, epilogue: Epilogue, outputs: dict[str, Any]) -> None:
+        of_scales: dict[str, Any] = {} if epilogue.format else {"norm_const": None, "global_scale": None}
+        tensors = replace(given.numbers, **of_scales, **outputs)
+        how: dict[str, Any] = {"m_aligned": self.o["m_aligned"], "backend": self.place.backend, "config": self.config}
+        grouped_gemm_epilogue(given.a, given.b, given.offs, epilogue, tensors, **how)
 
+    def hostile(self) -> None:
+        self.run(self.operands)
+        for _, call, _, _ in self.changes():
+            call()
 
-def _values(
-    o: Options, p: Product, numbers: _Numbers, keywords: dict[str, Any], config: KernelChoice | None
-) -> torch.Tensor:
-    """D of the valid rows, (valid, N_out) float32: exact without SwiGLU; with it the call's own float32 values, which
-    are held against float64 here."""
-    kernel = None if config is None else (config if isinstance(config, type) else type(config))
-    sums = grouped_gemm(
-        p.a.given,
-        p.b.given,
-        p.offs,
-        out_dtype=torch.float32,
-        backend=p.place.backend,
-        config=kernel,  # type: ignore[arg-type]
-    )[: p.valid]
-    group = torch.repeat_interleave(
-        torch.arange(p.groups, device=p.place.device), p.place.ends(p.sizes).long(), output_size=p.valid
-    )
-    prob = None if numbers.prob is None else numbers.prob[: p.valid, None]
-    gates_bias = numbers.bias is not None and o["gate_up"] is None and o["semantics"] == "implementation"
-    alpha = None if numbers.alpha is None else numbers.alpha[group][:, None]
-    if numbers.bias is None:
-        x = sums if alpha is None else sums * alpha
-    else:
+    def make(self, out: Parts) -> None:
+        """out: (elements,) of each output, however it is laid out."""
+        tensors: dict[str, Any] = {"column_tiles": self.layout.like.column_tiles}
+        for name, t in self.layout.likes.items():
+            tensors[name] = out[name].view(t.dtype).as_strided(t.shape, t.stride())
+        if "amax" in tensors:
+            tensors["amax"].fill_(-math.inf)
+        self._call(self.operands, self.epilogue, tensors)
+
+    def made(self, fresh: Parts) -> Parts:
+        found: Parts = {}
+        for name, t in self.layout.likes.items():
+            places = torch.arange(t.untyped_storage().nbytes() // t.element_size(), device=self.place.device)
+            poison = math.nan if fresh[name].is_floating_point() else 0x7F
+            found[name] = torch.full_like(places, poison, dtype=fresh[name].dtype)
+            found[name][self.layout.part(name, places.as_strided(t.shape, t.stride()))] = fresh[name]
+        return found
+
+    def changes(self) -> Iterator[Change]:
+        if self.epilogue.gate_rule is None and self.epilogue.order != "alternating":
+            yield "cuDNN's call", self._by_cudnn, whole, whole
+
+    def _by_cudnn(self) -> Parts:
+        o, given, epilogue = self.o, self.operands, self.epilogue
+        outputs: dict[str, Any] = {"d_dtype": DTYPES[o["out"]]}
+        if self.format is not None:
+            outputs = {"d_format": self.format, "row_output": o["rows"], "column_output": o["columns"]}
+            outputs |= {"row_layout": epilogue.row_layout if o["rows"] else None}
+            outputs |= {"column_layout": epilogue.column_layout if o["columns"] else None}
+            outputs |= {"discrete_col_sfd": epilogue.column_layout == "blocked_groups"}
+            outputs |= {"scale_rule": o["rule"] if o["rule"] in ("rceil", "floor") else None}
+            if "d_format" in o.get("left_out", ()):
+                outputs |= {"d_dtype": _DTYPE_OF[self.format]}
+        keywords: dict[str, Any] = {
+            "a_tensor": given.a,
+            "b_tensor": given.b,
+            "padded_offsets": given.offs,
+            "return_amax": o["amax"],
+            "semantics": o["semantics"],
+            "m_aligned": o["m_aligned"],
+            "backend": self.place.backend,
+            "config": self.config,
+            **{f"{name}_tensor": t for name, t in given.asked.items()},
+            **({} if o["gate_up"] is None else {"gate_up": o["gate_up"]}),
+        }
+        if o.get("prob_of_rank_3"):
+            keywords["prob_tensor"] = given.asked["prob"].view(-1, 1, 1)
+        keywords = {name: v for name, v in (keywords | outputs).items() if name not in o.get("left_out", ())}
+        made = (grouped_gemm_quant if o["gate_up"] is None else grouped_gemm_swiglu_quant)(**keywords)
+        column_scale = made["sfd_col_tensor"]
+        if column_scale is not None and column_scale.dim() == 6:  # cuDNN's view of the bytes in order
+            column_scale = column_scale.view(torch.uint8).permute(5, 2, 4, 0, 1, 3).reshape(-1)
+        found = {
+            "d" if self.format is None else "row_codes": made["d_tensor"],
+            "row_scale": None if made.row is None else made.row.scale,
+            "column_codes": made["d_col_tensor"],
+            "column_scale": column_scale,
+            "amax": None if made["amax_tensor"] is None else made["amax_tensor"].view(-1),
+        }
+        return {name: self.layout.part(name, t) for name, t in found.items() if t is not None}
+
+    # --- what must come out
+
+    @cached_property
+    def sums(self) -> torch.Tensor:
+        """Of the valid rows by the same kernel, (valid, N) float32."""
+        kernel: Any = self.config if self.config is None or isinstance(self.config, type) else type(self.config)
+        how: dict[str, Any] = {"out_dtype": torch.float32, "backend": self.place.backend, "config": kernel}
+        p = self.product
+        return grouped_gemm(p.a.given, p.b.given, p.offs, **how)[: self.valid]
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """D of the valid rows, (valid, N_out) float32: with an activation the call's own."""
+        if self.epilogue.is_glu:
+            return self._run(self.operands, self._layout_of(self.epilogue_of_values))["d"]
+        x, prob = self._stepped()
+        return x if prob is None or (self.epilogue.bias_rule == "gated_bias" and self.epilogue.bias) else x * prob
+
+    def _stepped(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The sums behind alpha and bias, and prob (valid, 1)."""
+        sums, numbers, groups = self.sums, self.operands.numbers, torch.arange(self.groups, device=self.place.device)
+        sizes = self.place.ends([end - start for start, end in self.spans]).long()
+        group = torch.repeat_interleave(groups, sizes, output_size=self.valid)
+        prob = None if numbers.prob is None else numbers.prob[: self.valid, None]
+        alpha = None if numbers.alpha is None else numbers.alpha[group][:, None]
+        if numbers.bias is None:
+            return (sums if alpha is None else sums * alpha), prob
         bias = numbers.bias[group]
-        bias = bias * prob if gates_bias and prob is not None else bias
-        x = sums + bias if alpha is None else exact.fused(sums, alpha, bias)
-    if o["gate_up"] is None:
-        return x if prob is None or gates_bias else x * prob
-    own = {"d_dtype": torch.float32, "return_amax": False}
-    values: torch.Tensor = _call(o, keywords | own)["d_tensor"][: p.valid]
-    gate, up = _gate_and_up(x.double(), o["gate_up"])
-    wanted = gate * torch.sigmoid(gate) * up * (1.0 if prob is None else prob.double())
-    # Where the sigmoid would be subnormal it counts as 0.
-    floor = gate.abs() * up.abs() * 2.0**-125 * (1.0 if prob is None else prob.double().abs())
-    tolerance = (wanted.abs() * _GLU_RELATIVE + _GLU_ABSOLUTE + floor).nan_to_num(0.0)
-    p.place.judge.near("SwiGLU's float64", values, wanted, tolerance, 3e38)
-    return values
+        bias = bias * prob if prob is not None and self.epilogue.bias_rule == "gated_bias" else bias
+        return (sums + bias if alpha is None else exact.fused(sums, alpha, bias)), prob
+
+    def _near_swiglu(self) -> None:
+        x, prob = self._stepped()
+        gate, up = _gate_and_up(x, self.epilogue.order)
+        rule = self.epilogue.gate_rule or GateRule()
+        if rule.limit is not None:
+            gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
+        inner, up, gate = (gate * rule.alpha).double(), (up + rule.up_offset).double(), gate.double()
+        factor = torch.ones_like(gate[:, :1]) if prob is None else prob.double()
+        wanted = gate * torch.sigmoid(inner) * up * factor
+        # Where the sigmoid would be subnormal it counts as 0.
+        floor = gate.abs() * up.abs() * 2.0**-125 * factor.abs()
+        tolerance = (wanted.abs() * GLU_RELATIVE + GLU_ABSOLUTE + floor).nan_to_num(0.0)
+        self.place.judge.near("SwiGLU's float64", self.values, wanted, tolerance, 3e38)
+
+    def near(self, out: Parts) -> None:
+        """Every output by rules that share nothing with the package."""
+        values, judge = self.values, self.place.judge
+        if self.place.is_rehearsal:
+            return
+        if self.epilogue.is_glu:
+            self._near_swiglu()
+        wanted = self._stored(values)
+        judge.wrong(f"there are {[*out]}, not {[*wanted]}", out.keys() != wanted.keys())
+        for name in out.keys() & wanted.keys():
+            judge.same(name, out[name], wanted[name])
+
+    def _stored(self, values: torch.Tensor) -> Parts:
+        """Outputs of these values."""
+        found: Parts = {}
+        if self.epilogue.amax:
+            least = values.new_full((1,), -math.inf)
+            found["amax"] = torch.stack([torch.cat([values[s:e].abs().flatten(), least]).max() for s, e in self.spans])
+        if self.epilogue.d_dtype is not None:
+            found["d"] = values.to(self.epilogue.d_dtype)
+        filled = [(group, values[start:end]) for group, (start, end) in enumerate(self.spans) if start < end]
+        for name, is_turned in (("row", False), ("column", True)):
+            if getattr(self.epilogue, f"{name}_format") is None:
+                continue
+            both = [self._quantized(group, x.t() if is_turned else x) for group, x in filled]
+            both = both or [self._quantized(0, values.t() if is_turned else values)]
+            codes, scales = ([t.t() if is_turned else t for t in parts] for parts in zip(*both, strict=True))
+            assert self.format is not None
+            found |= {f"{name}_codes": exact.packed(torch.cat(codes), self.format), f"{name}_scale": torch.cat(scales)}
+        return found
+
+    def _quantized(self, group: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.format is not None
+        numbers, factors = self.operands.numbers, None
+        if numbers.global_scale is not None:
+            one = numbers.global_scale[group if numbers.global_scale.numel() > 1 else 0]
+            factors = exact.nvfp4_factors("te", one, None)
+        return exact.quantized(x, self.format, "activation", self.o["rule"], factors, numbers.norm_const)
+
+    def reference(self) -> Parts:
+        """Outputs that the reference stores for the kernel's sums, or for SwiGLU's values, which are near its own."""
+        stored, epilogue, sums = self.values, self.epilogue, self.sums
+        if self.place.is_rehearsal:
+            return {}
+        if epilogue.is_glu:
+            its = self.epilogue_of_values
+            values = self._by_reference(sums, its, its)["d"].to(stored.device).double()
+            tolerance = (values.abs() * GLU_RELATIVE + GLU_ABSOLUTE).nan_to_num(0.0)
+            self.place.judge.near("the reference's values", stored, values, tolerance, math.inf)
+            plain: dict[str, Any] = {"activation": "none", "gate_rule": None}
+            epilogue, sums = replace(epilogue, alpha=False, bias=False, prob=False, **plain), stored
+        return self._by_reference(sums, epilogue, self.epilogue)
+
+    def _by_reference(self, sums: torch.Tensor, epilogue: Epilogue, shaped_by: Epilogue) -> Parts:
+        outputs = Outputs(self._layout_of(shaped_by), torch.device("cpu"))
+        given = {
+            name: moved(t, "cpu") for name, t in vars(self.operands.numbers).items() if isinstance(t, torch.Tensor)
+        }
+        epilogue_reference(sums.cpu(), self.product.offs.cpu(), epilogue, EpilogueTensors(**given, **outputs.tensors))
+        return outputs.parts()
 
 
-def _gate_and_up(x: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tensor]:
-    if gate_up == "concatenated":
+def _gate_and_up(x: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if order == "alternating":
+        return x[:, 0::2], x[:, 1::2]
+    if order == "concatenated":
         half = x.shape[1] // 2
         return x[:, :half], x[:, half:]
     runs = x.unflatten(1, (-1, 2, INTERLEAVE))
     return runs[:, :, 0].flatten(1), runs[:, :, 1].flatten(1)
 
 
-def judge_values(judge: Judge, o: Options, p: Product, d: torch.Tensor, values: torch.Tensor) -> None:
-    judge.same("values are not the steps behind the sums", d[: p.valid], values.to(DTYPES[o["out"]]))
-
-
-def judge_amax(judge: Judge, o: Options, p: Product, amax: torch.Tensor | None, values: torch.Tensor) -> None:
-    judge.wrong("amax is there, or not, against the call", (amax is None) == o["amax"])
-    if amax is None:
-        return
-    for group, (start, end) in enumerate(operands.spans(p.ends, p.rows)):
-        found = amax.flatten()[group]
-        want = values[start:end].abs().max() if start < end else torch.full_like(found, float("-inf"))
-        judge.same("amax", found, want)
-
-
-# --- codes -----------------------------------------------------------------------------------------------
-
-
-def _factors(shared: torch.Tensor, group: int) -> torch.Tensor:
-    one = shared[group if shared.numel() > 1 else 0]
-    return exact.nvfp4_factors("te", one, None)
-
-
-def judge_rows(
-    judge: Judge,
-    o: Options,
-    p: Product,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    values: torch.Tensor,
-    shared: torch.Tensor | None,
-    format: BlockScaledFormat,
-) -> None:
-    """Codes and scales of the rows are those of the values; scale: as it lies in memory."""
-    parts = []
-    for group, (start, end) in enumerate(operands.spans(p.ends, p.rows)):
-        if shared is not None and start < end:
-            parts.append(exact.quantized(values[start:end], format, "activation", "te", _factors(shared, group)))
-    if shared is None:
-        wanted, wanted_scale = exact.quantized(values, format, "activation", o["rule"])
-    elif parts:
-        wanted, wanted_scale = (torch.cat(both) for both in zip(*parts, strict=True))
-    else:
-        return
-    judge.same("row codes", codes.view(torch.uint8)[: p.valid], exact.packed(wanted, format))
-    layout = o["row_layout"]
-    if layout in ("plain", "plain_mn"):
-        judge.same("row scales", scale[: p.valid], wanted_scale.view(scale.dtype))
-        return
-    first = 0
-    bytes_ = scale.contiguous().view(torch.uint8).flatten()
-    columns = wanted_scale.shape[1]
-    width = -(-columns // 4) * 512
-    if layout == "blocked":
-        _same_tiles(judge, "row scales in tiles", bytes_, wanted_scale)
-        return
-    for start, end in operands.spans(p.ends, p.rows):
-        tiles = -(-(end - start) // 128)
-        _same_tiles(judge, "row scales in groups' tiles", bytes_[first:], wanted_scale[start:end])
-        first += tiles * width
-
-
-def _same_tiles(judge: Judge, name: str, stored: torch.Tensor, scale: torch.Tensor) -> None:
-    """The scales (R, C) in 32x4x4 tiles; what else is in the tiles may be anything."""
-    if scale.numel() == 0:
-        return
-    wanted = exact.tiled(scale)
-    there = exact.tiled(torch.ones_like(scale)) == 1
-    got = stored[: wanted.numel()]
-    judge.same(name, torch.where(there, got, 0), torch.where(there, wanted, 0))
-
-
-def judge_columns(
-    judge: Judge,
-    o: Options,
-    p: Product,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    values: torch.Tensor,
-    format: BlockScaledFormat,
-    tiles: int,
-) -> None:
-    """Codes and scales along the rows of every group."""
-    per_tile = 128 // format.block_k
-    n_out = values.shape[1]
-    tile = 0
-    for start, end in operands.spans(p.ends, p.rows):
-        if start == end:
-            continue
-        wanted, wanted_scale = exact.quantized(values[start:end].t(), format, "activation", o["rule"])
-        judge.same("column codes", codes.view(torch.uint8)[start:end], wanted.t())
-        blocks, own = wanted_scale.shape[1], -(-(end - start) // 128)
-        first = tile * per_tile
-        if o["column_layout"] == "plain":
-            judge.same("column scales", scale[first : first + blocks], wanted_scale.t().contiguous().view(scale.dtype))
-        elif o["column_layout"] == "blocked":
-            whole = exact.tiled(_placed(wanted_scale, first, tiles * per_tile))
-            there = exact.tiled(_placed(torch.ones_like(wanted_scale), first, tiles * per_tile)) == 1
-            judge.same("column scales in tiles", torch.where(there, scale, 0), torch.where(there, whole, 0))
-        else:
-            padded = _placed(wanted_scale, 0, own * per_tile)
-            there = exact.tiled(_placed(torch.ones_like(wanted_scale), 0, own * per_tile)) == 1
-            got = scale[tile * -(-n_out // 128) * 512 :][: there.numel()]
-            want = torch.where(there, exact.tiled(padded), 0)
-            judge.same("column scales in groups' tiles", torch.where(there, got, 0), want)
-        tile += own
-
-
-def _placed(scale: torch.Tensor, first: int, columns: int) -> torch.Tensor:
-    """scale (R, C) among zeros, from column ``first`` of ``columns`` on."""
-    return torch.nn.functional.pad(scale, (first, columns - first - scale.shape[1]))
-
-
-# --- into given outputs ----------------------------------------------------------------------------------
-
-
-def _epilogue(o: Options, numbers: _Numbers) -> Epilogue:
-    format = None if o["format"] is None else FORMAT_BY_NAME[o["format"]]
-    gated_bias = o["gate_up"] is None and o["semantics"] == "implementation"
-    return Epilogue(
-        alpha=numbers.alpha is not None,
-        bias=numbers.bias is not None,
-        prob=numbers.prob is not None,
-        bias_rule="gated_bias" if gated_bias else "gated_sum",
-        activation="none" if o["gate_up"] is None else f"swiglu_{o['gate_up']}",
-        amax=o["amax"],
-        d_dtype=DTYPES[o["out"]] if format is None else None,
-        row_format=format if o["rows"] else None,
-        row_layout=o["row_layout"] if format is not None and o["rows"] else "plain",
-        column_format=format if o["columns"] else None,
-        column_layout=o["column_layout"] if o["columns"] else "plain",
-        scale_rule=o["rule"],
-    )
-
-
-def judge_epilogue(o: Options, place: Place) -> None:
-    """grouped_gemm_epilogue into guarded outputs: nothing else is written, and they are judged as the other call's."""
-    p = Product(o | {"out": "float32"}, place)
-    config = config_of(place, o, QUANT)
-    numbers = _numbers(o, p)
-    epilogue = _epilogue(o, numbers)
-    like = with_outputs(epilogue, EpilogueTensors(), p.rows, o["n"], p.groups, torch.device("cpu"), o["m_aligned"])
-    fences: dict[str, GuardedOutput] = {}
-    given: dict[str, Any] = {"column_tiles": like.column_tiles}
-    for name in ("d", "row_codes", "column_codes"):
-        t = getattr(like, name)
-        if t is not None:
-            fences[name] = place.output(t.shape[0], t.shape[1], t.dtype, o["gaps"][2])
-            given[name] = fences[name].out
-    for name in ("row_scale", "column_scale"):
-        t = getattr(like, name)
-        if t is not None:
-            size = t.untyped_storage().nbytes()
-            fences[name] = flat = place.output(1, size, torch.uint8, round_up(size + 1, 256) - size, guard=1)
-            given[name] = _as(flat.out, t)
-    if like.amax is not None:
-        given["amax"] = torch.full((p.groups,), float("-inf"), device=place.device)
-    tensors = EpilogueTensors(
-        alpha=numbers.alpha, bias=numbers.bias, prob=numbers.prob, global_scale=numbers.global_scale, **given
-    )
-    a, b = p.a.given, p.b.given
-    made = grouped_gemm_epilogue(a, b, p.offs, epilogue, tensors, backend=place.backend, config=config)
-    for name, guarded in fences.items():
-        anything = bool(o["hostile"]) or name.endswith("scale")
-        valid = p.rows if o["hostile"] else (1 if name.endswith("scale") else p.valid)
-        place.judge.written(f"fences of {name}", guarded, valid, anything=anything)
-    if o["hostile"]:
-        return
-    values = _values(o, p, numbers, _keywords(o, p, numbers, config), config)
-    judge_amax(place.judge, o, p, made.amax, values)
-    if made.d is not None:
-        judge_values(place.judge, o, p, made.d, values)
-    if epilogue.row_format is not None:
-        assert made.row_codes is not None
-        assert made.row_scale is not None
-        row = (made.row_codes, made.row_scale, values, numbers.global_scale, epilogue.row_format)
-        judge_rows(place.judge, o, p, *row)
-    if epilogue.column_format is not None:
-        assert made.column_codes is not None
-        assert made.column_scale is not None
-        scale = made.column_scale
-        scale = scale if o["column_layout"] == "plain" else scale.view(torch.uint8)
-        judge_columns(place.judge, o, p, made.column_codes, scale, values, epilogue.column_format, made.column_tiles)
-
-
-def _as(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The memory of flat (1, bytes) with the shape and strides of ``like``."""
-    typed = flat.view(like.dtype)
-    return typed.as_strided(like.shape, like.stride(), typed.storage_offset())
+judge_epilogue: Callable[[Options, Place], None] = partial(judge_case, Fused)

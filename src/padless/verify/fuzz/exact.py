@@ -18,6 +18,12 @@ _ELEMENT = {"FP8_BLOCK": "e4m3", "MXFP8": "e4m3", "MXFP8_E5M2": "e5m2", "MXFP4":
 _BITS = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1)}  # exponent, mantissa, bias
 _COUNT = {"e4m3": 0x7F, "e5m2": 0x7C, "e2m1": 8}  # finite codes that are not negative
 _EMAX = {MXFP8: 8, MXFP8_E5M2: 15, MXFP4: 2}
+# By cuDNN's rule and format, what the largest magnitude of a block becomes.
+_SCALED_TO = {
+    (rule, format): number
+    for rule, e5m2 in (("cudnn", 128.0), ("cudnn_documented", 57344.0))
+    for format, number in ((MXFP8, 448.0), (MXFP8_E5M2, e5m2), (MXFP4, 6.0))
+}
 
 
 def _magnitude(element: str, code: int) -> float:
@@ -153,10 +159,11 @@ def quantized(
     kind: str = "activation",
     rule: str = "",
     factors: torch.Tensor | None = None,
+    norm_const: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes uint8, one a value; scales float32 or uint8) of x by the format's rules.
 
-    factors: NVFP4's, (2,) or, to broadcast against rows, (.., rows, 1, 2).
+    factors: NVFP4's, (2,) or, to broadcast against rows, (.., rows, 1, 2). norm_const: (1,), of cuDNN's rules.
     """
     values = x.float()
     block = format.block(kind)
@@ -178,10 +185,17 @@ def quantized(
             exponent = torch.where(amax < 2.0**-126, -127, exponent)
         else:
             wanted = _divided(amax, format.max_value)
+            if norm_const is not None:
+                inverse = _number(1.0 / _SCALED_TO[rule, format])
+                wanted = amax * inverse * norm_const if rule == "cudnn" else amax * norm_const * inverse
+                broken = broken | ~wanted.isfinite()
             exponent = torch.where(wanted == 0, -127, _ceil_log2(wanted))
-        exponent = exponent.clamp(min=-127)
+        exponent = exponent.clamp(-127, 127)
         stored = torch.where(broken, 255, exponent + 127).to(torch.uint8)
-        multiplier = torch.exp2(-exponent.double()).float().masked_fill(broken, float("nan"))
+        multiplier = torch.exp2(-exponent.double())
+        if norm_const is not None:
+            multiplier = (multiplier * norm_const.double()).clamp(max=FLT_MAX)
+        multiplier = multiplier.float().masked_fill(broken, float("nan"))
     scaled = values * spread(multiplier, format, kind, tuple(x.shape))
     return encoded(scaled, _ELEMENT[format.name]), stored
 
@@ -204,13 +218,17 @@ def packed(codes: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:
     return codes[..., 0::2] + 16 * codes[..., 1::2] if format.codes_per_byte == 2 else codes
 
 
+def tile_places(rows: torch.Tensor, columns: torch.Tensor, width: int) -> torch.Tensor:
+    """(rows, columns): byte of each in 32x4x4 tiles, ``width`` of them side by side, by the layout's formula."""
+    r, c = rows[:, None], columns[None, :]
+    return ((r // 128) * width + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
+
+
 def tiled(scale: torch.Tensor) -> torch.Tensor:
-    """(R, C) bytes in 32x4x4 tiles, (bytes,), by the layout's formula; zeros where there is no scale."""
-    rows, columns = scale.shape
+    """(R, C) bytes in 32x4x4 tiles, (bytes,); zeros where there is no scale."""
+    (rows, columns), device = scale.shape, scale.device
     width = -(-columns // 4)
-    r = torch.arange(rows, device=scale.device)[:, None]
-    c = torch.arange(columns, device=scale.device)[None, :]
-    where = ((r // 128) * width + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
-    out = torch.zeros(-(-rows // 128) * width * 512, dtype=torch.uint8, device=scale.device)
+    where = tile_places(torch.arange(rows, device=device), torch.arange(columns, device=device), width)
+    out = torch.zeros(-(-rows // 128) * width * 512, dtype=torch.uint8, device=device)
     out[where.flatten()] = scale.contiguous().view(torch.uint8).flatten()
     return out

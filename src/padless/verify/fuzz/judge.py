@@ -126,7 +126,8 @@ class Judge:
         if got.shape != exact.shape:
             self.wrong(f"{name}: {tuple(got.shape)}, not {tuple(exact.shape)}", True)
         elif got.numel() > 0:
-            near = (got.double() - exact).abs() <= tolerance
+            values = got.double()
+            near = (values == exact) | ((values - exact).abs() <= tolerance)  # infinities are equal
             near = torch.where(exact.isnan(), got.isnan(), near | (exact.abs() + tolerance > largest))
             self.wrong(name, ~near.all())
 
@@ -162,7 +163,7 @@ class Judge:
         self.wrong(f"{name}: rows", ~(parts <= 1.01).all())
 
     def ask(self, look: Callable[[], int | None]) -> None:
-        """Calls what returns how many elements it has looked at, or raises AssertionError."""
+        """Calls what returns how many elements it has compared, or raises AssertionError."""
         try:
             self.elements += look() or 0
         except AssertionError as error:

@@ -41,7 +41,7 @@ def routing_rest(draw: Draw, fixed: Options) -> Options:
         tokens = draw.randint(4096 // fixed["top_k"] - 3, 4096 // fixed["top_k"] + 40)
     return {
         "tokens": tokens,
-        "experts": draw.one((1, 2, 8, 60, 128, 257, 512, draw.randint(1, 1024))),
+        "experts": draw.one((1, 2, 8, 60, 128, 257, 512, draw.randint(1, 4096))),
         "same": draw.maybe(0.1),
         "seed": draw.data_seed(),
         "properties": ["near"],

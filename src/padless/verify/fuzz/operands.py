@@ -74,10 +74,12 @@ class Operand:
 # --- drawing ---------------------------------------------------------------------------------------------
 
 # How codes and scales are drawn: any codes, scales over 16 powers of two ("codes"; "anywhere" are the same on every
-# device); FP8_BLOCK's with scales over 20 ("wide", "wide normal"); of normal values, whose rows differ by up to 2^8
-# ("normal"), and rows that take a tile of MXFP4 out of float16's range in the middle of K ("loud"); of small integers,
-# whose products nothing rounds ("exact").
-Drawing = Literal["codes", "anywhere", "wide", "wide normal", "normal", "loud", "exact"]
+# device); FP8_BLOCK's with scales over 20 ("wide", "wide normal"); of small integers, whose products nothing rounds
+# ("exact"). Of normal values, whose rows differ by up to 2^8 ("normal"); with rows that take a tile of MXFP4 out of
+# float16's range in the middle of K ("loud"), or rows of zeros, of sums below every scale and beyond the exponential's
+# range ("extreme"); with sums of about 2 ("gates").
+Drawing = Literal["codes", "anywhere", "wide", "wide normal", "exact", "normal", "loud", "extreme", "gates"]
+_NORMAL = ("normal", "loud", "extreme", "gates")
 
 
 def generator_of(place: Place, o: Options) -> torch.Generator:
@@ -95,8 +97,8 @@ def _drawn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (.., K / codes a byte) uint8, and scales in bytes or float32."""
     kind: Kind = "activation" if len(shape) == 2 else "weight"
-    if drawing in ("normal", "loud"):
-        values = _normal(shape, drawing == "loud" and format != NVFP4, groups, generator)
+    if drawing in _NORMAL:
+        values = _normal(shape, "normal" if format == NVFP4 and drawing == "loud" else drawing, groups, generator)
         t = quantized(values, format.name, kind, **({"scale_major": "k"} if format == FP8_BLOCK and groups else {}))
         return t.data.view(torch.uint8), t.scale if t.scale.dtype == torch.float32 else t.scale.view(torch.uint8)
     blocks = format.scale_shape(shape, kind)
@@ -116,12 +118,17 @@ def _drawn(
     return codes, scale
 
 
-def _normal(shape: tuple[int, ...], loud: bool, groups: Spans, generator: torch.Generator) -> torch.Tensor:
+def _normal(shape: tuple[int, ...], drawing: Drawing, groups: Spans, generator: torch.Generator) -> torch.Tensor:
     """In groups of two rows and more of loud ones the second row is 2^20 times as large and the last 2^-40 times."""
     x = torch.randn(shape, generator=generator)
+    if drawing == "gates":
+        return x * 2 if len(shape) == 2 else x / shape[-1] ** 0.5
     if len(shape) == 2:
         x *= torch.exp2(torch.randint(-4, 5, (shape[0], 1), generator=generator).float())
-    for start, end in groups if loud else ():
+    if drawing == "extreme" and len(shape) == 2 and shape[0] > 3:
+        for part, factor in ((2, 0.0), (3, 2.0**-100), (4, 30.0)):
+            x[shape[0] // part] *= factor
+    for start, end in groups if drawing == "loud" else ():
         if end - start > 1:
             x[start + 1, shape[1] // 2 :] *= 2.0**20
             x[end - 1, shape[1] // 2 :] *= 2.0**-40
@@ -206,8 +213,8 @@ def activation(
         values = torch.randn((rows, k), device=generator.device, generator=generator)
         if drawing == "exact":
             values = torch.randint(-4, 5, (rows, k), generator=generator).float()
-        elif drawing in ("normal", "loud"):
-            values = _normal((rows, k), drawing == "loud", groups, generator)
+        elif drawing in _NORMAL:
+            values = _normal((rows, k), drawing, groups, generator)
         x = values.bfloat16().to(place.device)
         x[valid:] = math.nan
         if 0 <= nan_row < rows:

@@ -143,7 +143,7 @@ def _repeat(problem: Problem, backend: BackendName, gpu: int, show: Callable[[st
 def _supervise(
     tasks: list[Task], gpus: list[str], options: str, show: Callable[[str], None], start: float
 ) -> tuple[Tally, list[dict[str, Any]]]:
-    """What all workers did, and those that ended before their time with the batch that they were at.
+    """Sum of what all workers did, and those that ended before their time with the batch that they were at.
 
     gpus: names of those that workers are spread over; each sees its own only, behind the others that it is to see, or
         with states its own first.

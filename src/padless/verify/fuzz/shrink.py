@@ -100,7 +100,7 @@ def shrunk(problem: Problem, place: Place, seconds: float = 20.0, tries: int = 4
 
 
 def _still_wrong(problem: Problem, place: Place, before: list[str]) -> list[str]:
-    """What is wrong, where it was wrong before: an option that breaks the problem itself is no finding."""
+    """Findings, where it was wrong before: an option that breaks the problem itself is no finding."""
     names = judged(problem, place)
     raised = [name for name in before if name.startswith("raised")]
     kinds = {name.split(":")[0] for name in before}

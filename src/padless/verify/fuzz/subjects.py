@@ -10,6 +10,7 @@ from padless.verify.fuzz import (
     adapted_layers,
     adapters,
     decode,
+    epilogue_lines,
     epilogues,
     kinds,
     layers,
@@ -26,179 +27,90 @@ from padless.verify.fuzz.states.subjects import STATES
 _QUANT = partial(epilogues.constants, (None,))
 _SWIGLU = partial(epilogues.constants, ("interleaved", "concatenated"))
 _EPILOGUE = partial(epilogues.constants, (None, "interleaved", "concatenated"))
+_BY_CUDNN = partial(epilogues.rest, ("near", "changes"))
+
+_HOPPER = ("reference", "sm_90a")
 
 SUBJECTS: dict[str, Subject] = {
     "grouped_gemm": Subject(
-        partial(products.pair, operation="grouped_gemm"),
-        products.shape,
-        products.judge_grouped_gemm,
-        24,
-        8,
-        emulated=True,
-        lines=product_lines.small,
+        partial(products.pair, operation="grouped_gemm"), products.shape, products.judge_grouped_gemm, 24, 8,
+        emulated=True, lines=product_lines.small
     ),
     "gemm": Subject(
-        partial(products.pair, operation="gemm"),
-        products.one_group,
-        products.judge_gemm,
-        8,
-        3,
-        emulated=True,
-        lines=product_lines.small_dense,
+        partial(products.pair, operation="gemm"), products.one_group, products.judge_gemm, 8, 3, emulated=True,
+        lines=product_lines.small_dense
     ),
     "grouped_gemm_list": Subject(
-        products.list_constants,
-        products.list_rest,
-        products.judge_list,
-        4,
-        3,
-        ("reference", "sm_100a"),
-        emulated=True,
-        lines=product_lines.small_lists,
+        products.list_constants, products.list_rest, products.judge_list, 4, 3, ("reference", "sm_100a"),
+        emulated=True, lines=product_lines.small_lists
     ),
     "scaled_grouped_mm": Subject(
-        products.torch_constants, products.torch_rest, products.judge_scaled_grouped_mm, 5, 1, ("reference", "sm_90a")
+        products.torch_constants, products.torch_rest, products.judge_scaled_grouped_mm, 5, 1, _HOPPER
     ),
-    "grouped_gemm_quant": Subject(_QUANT, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
-    "grouped_gemm_swiglu_quant": Subject(_SWIGLU, epilogues.rest, epilogues.judge_quant, 7, 3, emulated=True),
-    "grouped_gemm_epilogue": Subject(_EPILOGUE, epilogues.rest, epilogues.judge_epilogue, 7, 3, emulated=True),
+    "grouped_gemm_quant": Subject(_QUANT, _BY_CUDNN, epilogues.judge_epilogue, 7, 3, emulated=True),
+    "grouped_gemm_swiglu_quant": Subject(_SWIGLU, _BY_CUDNN, epilogues.judge_epilogue, 7, 3, emulated=True),
+    "grouped_gemm_epilogue": Subject(
+        _EPILOGUE, partial(epilogues.rest, ("near",)), epilogues.judge_epilogue, 7, 3, emulated=True,
+        lines=epilogue_lines.small
+    ),
     "quantize": Subject(
-        quantizers.constants,
-        quantizers.rest,
-        quantizers.judge_quantize,
-        20,
-        12,
-        kind=kinds.quantize,
-        lines=quantizers.lines,
+        quantizers.constants, quantizers.rest, quantizers.judge_quantize, 20, 12, kind=kinds.quantize,
+        lines=quantizers.lines
     ),
     "quantize_weight_both": Subject(
-        quantizers.both_constants,
-        quantizers.both_rest,
-        quantizers.judge_weight_both,
-        6,
-        4,
-        kind=kinds.weight_both,
-        lines=quantizers.both_lines,
+        quantizers.both_constants, quantizers.both_rest, quantizers.judge_weight_both, 6, 4, kind=kinds.weight_both,
+        lines=quantizers.both_lines
     ),
     "quantize_nvfp4_stochastic": Subject(
-        quantizers.random_constants,
-        quantizers.random_rest,
-        quantizers.judge_random,
-        3,
-        2,
-        kind=kinds.random,
-        lines=quantizers.random_lines,
+        quantizers.random_constants, quantizers.random_rest, quantizers.judge_random, 3, 2, kind=kinds.random,
+        lines=quantizers.random_lines
     ),
     "quantize_rows_columns": Subject(
-        quantizers.columns_constants,
-        quantizers.columns_rest,
-        quantizers.judge_rows_columns,
-        6,
-        4,
-        kind=kinds.rows_columns,
-        lines=quantizers.columns_lines,
+        quantizers.columns_constants, quantizers.columns_rest, quantizers.judge_rows_columns, 6, 4,
+        kind=kinds.rows_columns, lines=quantizers.columns_lines
     ),
     "swiglu_backward_quantize": Subject(
-        training.swiglu_constants,
-        training.swiglu_rest,
-        training.judge_swiglu_backward,
-        5,
-        4,
-        kind=kinds.swiglu_backward,
-        lines=training.swiglu_lines,
+        training.swiglu_constants, training.swiglu_rest, training.judge_swiglu_backward, 5, 4,
+        kind=kinds.swiglu_backward, lines=training.swiglu_lines
     ),
     "grouped_gemm_wgrad": Subject(
-        training.wgrad_constants,
-        training.wgrad_rest,
-        training.judge_wgrad,
-        8,
-        3,
-        ("reference", "sm_90a"),
-        emulated=True,
-        lines=training.wgrad_lines,
+        training.wgrad_constants, training.wgrad_rest, training.judge_wgrad, 8, 3, _HOPPER, emulated=True,
+        lines=training.wgrad_lines
     ),
     "plain.grouped_gemm": Subject(
-        plain.product_constants,
-        plain.product_rest,
-        plain.judge_product,
-        8,
-        3,
-        ("reference", "sm_90a"),
-        emulated=True,
-        lines=plain.product_lines,
+        plain.product_constants, plain.product_rest, plain.judge_product, 8, 3, _HOPPER, emulated=True,
+        lines=plain.product_lines
     ),
     "plain.grouped_gemm_wgrad": Subject(
-        plain.wgrad_constants,
-        plain.wgrad_rest,
-        plain.judge_wgrad,
-        4,
-        2,
-        ("reference", "sm_90a"),
-        emulated=True,
-        lines=plain.wgrad_lines,
+        plain.wgrad_constants, plain.wgrad_rest, plain.judge_wgrad, 4, 2, _HOPPER, emulated=True,
+        lines=plain.wgrad_lines
     ),
     "moe.route": Subject(
-        layers.routing_constants,
-        layers.routing_rest,
-        layers.judge_route,
-        8,
-        5,
-        kind=kinds.route,
-        lines=layers.routing_lines,
+        layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route,
+        lines=layers.routing_lines
     ),
     "moe.gather_quantize": Subject(
-        layers.gather_constants,
-        layers.gather_rest,
-        layers.judge_gather_quantize,
-        7,
-        6,
-        kind=kinds.gather,
-        lines=layers.gather_lines,
+        layers.gather_constants, layers.gather_rest, layers.judge_gather_quantize, 7, 6, kind=kinds.gather,
+        lines=layers.gather_lines
     ),
     "moe.activate_quantize": Subject(
-        layers.activation_constants,
-        layers.activation_rest,
-        layers.judge_activate_quantize,
-        6,
-        5,
-        kind=kinds.activate,
-        lines=layers.activation_lines,
+        layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 5, kind=kinds.activate,
+        lines=layers.activation_lines
     ),
     "moe.combine": Subject(
-        layers.combine_constants,
-        layers.combine_rest,
-        layers.judge_combine,
-        7,
-        5,
-        kind=kinds.combine,
-        lines=layers.combine_lines,
+        layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine,
+        lines=layers.combine_lines
     ),
     "moe.decode": Subject(
-        decode.constants,
-        decode.rest,
-        decode.judge_decode,
-        4,
-        3,
-        ("reference", "sm_90a"),
-        emulated=True,
-        lines=decode.lines,
+        decode.constants, decode.rest, decode.judge_decode, 4, 3, _HOPPER, emulated=True, lines=decode.lines
     ),
     "moe.moe": Subject(
-        whole_layer.layer_constants,
-        whole_layer.layer_rest,
-        whole_layer.judge_moe,
-        4,
-        1,
-        emulated=True,
-        lines=whole_layer.lines,
+        whole_layer.layer_constants, whole_layer.layer_rest, whole_layer.judge_moe, 4, 1, emulated=True,
+        lines=whole_layer.lines
     ),
-    "nn.LoraGroupedLinear": Subject(
-        adapters.constants, adapters.rest, adapters.judge_linear, 3, 2, ("reference", "sm_90a")
-    ),
-    "nn.LoraExperts": Subject(
-        adapted_layers.constants, adapted_layers.rest, adapted_layers.judge_layer, 3, 2, ("reference", "sm_90a")
-    ),
-}
+    "nn.LoraGroupedLinear": Subject(adapters.constants, adapters.rest, adapters.judge_linear, 3, 2, _HOPPER),
+    "nn.LoraExperts": Subject(adapted_layers.constants, adapted_layers.rest, adapted_layers.judge_layer, 3, 2, _HOPPER),
+}  # fmt: skip
 
 
 def subjects_of(backend: BackendName, arch: str, states: bool = False) -> dict[str, Subject]:

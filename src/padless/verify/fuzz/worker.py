@@ -50,7 +50,7 @@ class Task:
 
 @dataclass
 class Tally:
-    """What came of problems, by call; wrong: (problem, what is wrong, the problem made smaller).
+    """Outcome of problems, by call; wrong: (problem, what is wrong, the problem made smaller).
 
     waits: lines of Python that made torch wait for the GPU before all of a batch was launched.
     """
@@ -96,7 +96,7 @@ def problems_of(task: Task, subjects: dict[str, Subject]) -> Iterator[Problem]:
 
 
 def kit_of(task: Task, kit: int, subjects: dict[str, Subject]) -> dict[str, list[Model]]:
-    """What kernels are compiled for, by call, in kit number ``kit`` of a run."""
+    """Constants that kernels are compiled for, by call, in kit number ``kit`` of a run."""
     found = {}
     for name, subject in subjects.items():
         draw = Draw(f"{task.seed} kit {kit} {name}", task.backend)

@@ -29,7 +29,7 @@ def run_small(rank: Rank) -> str:
 
 
 def run_stress(rank: Rank) -> str:
-    """What needs GPUs and one start of the processes."""
+    """Checks that need GPUs and one start of the processes."""
     s = stress
     checks: list[tuple[Callable[..., str], tuple[int, ...]]] = [
         (s.check_large, (4096, 7168, 8, 64)),

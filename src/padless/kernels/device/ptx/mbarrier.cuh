@@ -77,3 +77,14 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
         "r"(parity)
         : "memory");
 }
+
+// The address in the cluster's window of what lies at the same shared-memory offset in CTA `cta_rank`, and an arrival there.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t shared, uint32_t cta_rank) {
+    uint32_t address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(cta_rank));
+    return address;
+}
+__device__ __forceinline__ void mbarrier_arrive_release_at(uint32_t cluster_address) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(cluster_address)
+                 : "memory");
+}

@@ -229,6 +229,12 @@ __device__ __forceinline__ void tcgen05_ld_32x32b<128>(uint32_t (&r)[128], uint3
                  : PADLESS_OUT_32(r, 0), PADLESS_OUT_32(r, 32), PADLESS_OUT_32(r, 64), PADLESS_OUT_32(r, 96) : "r"(address));
 }
 
+// The same 32 columns as floats.
+#define PADLESS_OUT_FLOATS_8(r, i) "=f"(r[i]), "=f"(r[i + 1]), "=f"(r[i + 2]), "=f"(r[i + 3]), "=f"(r[i + 4]), "=f"(r[i + 5]), "=f"(r[i + 6]), "=f"(r[i + 7])
+__device__ __forceinline__ void tcgen05_ld_32x32b(float (&r)[32], uint32_t address) {
+    asm volatile("tcgen05.ld.sync.aligned.32x32b.x32.b32 {" PADLESS_NAMES_0 "}, [%32];" : PADLESS_OUT_FLOATS_8(r, 0), PADLESS_OUT_FLOATS_8(r, 8), PADLESS_OUT_FLOATS_8(r, 16), PADLESS_OUT_FLOATS_8(r, 24) : "r"(address));
+}
+
 // The other way: 32 columns.
 #define PADLESS_IN_8(r, i) "f"(r[i]), "f"(r[i + 1]), "f"(r[i + 2]), "f"(r[i + 3]), "f"(r[i + 4]), "f"(r[i + 5]), "f"(r[i + 6]), "f"(r[i + 7])
 __device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float (&r)[32]) {
@@ -237,6 +243,7 @@ __device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float 
 
 #undef PADLESS_IN_8
 #undef PADLESS_OUT_32
+#undef PADLESS_OUT_FLOATS_8
 #undef PADLESS_OUT_8
 #undef PADLESS_NAMES_0
 #undef PADLESS_NAMES_1
@@ -247,4 +254,8 @@ __device__ __forceinline__ void tcgen05_st_32x32b(uint32_t address, const float 
 // Keeps the compiler from using what tcgen05_ld left in `value` before the wait that this follows.
 __device__ __forceinline__ void pin_loaded(uint32_t& value) {
     asm volatile("" : "+r"(value)::"memory");
+}
+
+__device__ __forceinline__ void pin_loaded(float& value) {
+    asm volatile("" : "+f"(value)::"memory");
 }

@@ -213,7 +213,8 @@ def core_of(module: nn.Module) -> Any:
 
 def recipes_of(sizes: Sequence[int]) -> list[str]:
     """Names of recipes for weights of these sizes."""
-    return [name for name in NAMED if name != "mxfp8" or not any(size % 32 for size in sizes)]
+    in_32s = not any(size % 32 for size in sizes)
+    return [name for name in NAMED if in_32s or not name.startswith(("mxfp8", "nvfp4"))]
 
 
 def constants(draw: Draw) -> Options:

@@ -1,4 +1,4 @@
-"""Configuration of the MXFP8 weight-gradient kernel of Blackwell."""
+"""Configuration of the weight-gradient kernels of Blackwell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sm100WgradConfig:
     """One compiled kernel. Neither N, K nor the number of tokens or groups is among its fields.
 
     Attributes:
-        num_stages: depth of the pipeline, of 128 tokens a stage; 0 means as many as fit.
+        num_stages: depth of the pipeline, of 128 tokens of MXFP8 or 256 of NVFP4 a stage; 0 means as many as fit.
         out_dtype: bfloat16 or float32.
         accumulate: adds to what the output holds, float32 alone.
     """

@@ -1,0 +1,1 @@
+"""Weight gradients on Blackwell, NVFP4."""

@@ -1,0 +1,27 @@
+"""The NVFP4 weight-gradient kernel compiles for sm_100a as it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from padless.kernels.sm100_nvfp4_wgrad.host import KERNEL
+from padless.kernels.sm100_wgrad import Sm100WgradConfig
+from padless.runtime.jit import compile_kernel
+from support.machine_code import complaints, instructions
+
+pytestmark = pytest.mark.usefixtures("own_kernel_cache")
+ADDS = Sm100WgradConfig(out_dtype=torch.float32, accumulate=True)
+CONFIGS = [Sm100WgradConfig(), pytest.param(ADDS, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: "accumulates" if c.accumulate else str(c.out_dtype)[6:])
+def test_the_machine_code_is_what_it_should_be(config: Sm100WgradConfig, tmp_path: Path) -> None:
+    kernel = compile_kernel(KERNEL, config.prelude(), "sm_100a")
+    assert complaints(kernel) == []
+    assert kernel.num_stages == 6
+    opcodes = {line.split()[0].split(".")[0] for line in instructions(kernel, tmp_path)}
+    assert {"UTCOMMA", "UTCCP", "UTMALDG", "LDTM"} <= opcodes
+    assert not opcodes & {"STL", "LDL"}
