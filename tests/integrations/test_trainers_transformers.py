@@ -62,16 +62,18 @@ def _names_around_verl(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(sys.modules, "verl.models.registry", registry)
 
 
-@pytest.mark.parametrize(("name", "is_on"), [("_experts_implementation", True), ("experts_implementation", False)])
-def test_verl_s_override_of_the_configuration(name: str, is_on: bool, folder: Path) -> None:
-    config = AutoConfig.from_pretrained(folder)
-    override(config, {name: training.TRAIN_NAME})
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16)
-    assert (model.get_experts_implementation()[""] == training.TRAIN_NAME) == is_on
-    want = load(folder, experts_implementation=training.TRAIN_NAME)
-    assert torch.equal(logits(model), logits(want)) == is_on
-    model.save_pretrained(folder.parent / f"saved{name}")
-    assert training.TRAIN_NAME not in (folder.parent / f"saved{name}" / "config.json").read_text() or not is_on
+def test_verl_s_override_of_the_configuration(folder: Path, tmp_path: Path) -> None:
+    """Also that a saved model does not ask for padless, and that without the underscore nothing is changed."""
+    want = logits(load(folder, experts_implementation=training.TRAIN_NAME))
+    for name, is_on in (("_experts_implementation", True), ("experts_implementation", False)):
+        config = AutoConfig.from_pretrained(folder)
+        override(config, {name: training.TRAIN_NAME})
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16)
+        assert (model.get_experts_implementation()[""] == training.TRAIN_NAME) == is_on
+        if is_on:
+            assert torch.equal(logits(model), want)
+            model.config.save_pretrained(tmp_path)
+            assert training.TRAIN_NAME not in (tmp_path / "config.json").read_text()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 from support import stand_in_modules
 
-COUNTS = [0, 1, 70, 0, 33]
+COUNTS = [0, 1, 19, 0, 12]
 PLACES = {
     "prime_rl": "prime_rl.trainer.models.layers.moe",
     "deepspeed": "deepspeed.moe.ep_experts",
