@@ -17,7 +17,7 @@ from padless.formats import BlockScaledFormat
 from padless.nn import experts_of_rows
 from support.training_layer import sqnr
 
-COUNTS, H, INNER = [0, 1, 20], 96, 256
+COUNTS, H, INNER = [0, 1, 12], 64, 256
 OFFS = torch.tensor(COUNTS).cumsum(0).to(torch.int32)
 Step = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from torch.nn.functional import silu
 
 from support import stand_in_modules
 
-COUNTS = [0, 1, 19, 0, 12]
+COUNTS = [0, 1, 12, 0]
 PLACES = {
     "prime_rl": "prime_rl.trainer.models.layers.moe",
     "deepspeed": "deepspeed.moe.ep_experts",
@@ -42,7 +42,7 @@ class Trainer:
     def input_major(self) -> bool:
         return self.framework == "nemo_automodel"
 
-    def experts(self, h: int = 160, i: int = 96, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    def experts(self, h: int = 96, i: int = 48, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
         """The module with random weights, of which no expert's product is near zero."""
         module = self.build(h, i, **more).to(dtype)
         generator = torch.Generator().manual_seed(h + i)
