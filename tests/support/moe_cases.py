@@ -68,14 +68,8 @@ def route_few(device: str) -> None:
 
 @case
 def route_many_experts(device: str) -> None:
-    """One launch, and three: 2048 bins."""
+    """One launch, and three: 8192 bins."""
     route_pair(draw_ids(9, 4, 1025, 1), 1025, device)
-    route_pair(draw_ids(2050, 2, 1025, 2), 1025, device)
-
-
-@case
-def route_most_experts(device: str) -> None:
-    """8192 bins."""
     ids = draw_ids(2050, 2, 4096, 3)
     ids[:3] = torch.tensor([[4095, 1023], [4096, 1024], [2048, 4095]])
     route_pair(ids, 4096, device)
