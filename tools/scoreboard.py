@@ -149,8 +149,8 @@ def judge(family: str, name: str, chip: str, command: list[str], seconds: float,
         row.why = failed[0][:160] if failed else row.why if row.verdict == "wrong" else ""
         return row
     if end is None:
-        if refused := re.findall(r"^refused: (.*)$", text, re.MULTILINE):  # the host code ended the process behind it
-            row.verdict, row.why = "refused", refused[0][:160]
+        if first := re.search(r"^refused: (.*)$", text, re.MULTILINE):  # the host code ended the process behind it
+            row.verdict, row.why = "refused", first[1][:160]
         return row
     if ABSENT.search(text):
         row.verdict = "absent"
@@ -217,7 +217,7 @@ def is_clean(row: Row) -> bool:
 
 
 def counted(rows: list[Row]) -> str:
-    """How many have each verdict."""
+    """Count the verdicts."""
     verdicts = [row.verdict for row in rows]
     return ", ".join(f"{n} {v}" for v in VERDICTS if (n := verdicts.count(v)))
 

@@ -35,7 +35,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         "quantize_rows": (normal(M, K), "MXFP8"),
         "nvfp4_rows": (normal(M, K), OFFS, True),
         "nvfp4_columns": (normal(M, K).bfloat16(), OFFS, True),
-        "nvfp4_weight": (normal(3, N, K),),
+        "nvfp4_weight": (normal(3, N, K), True),
         "dequantize_rows": a,
         "slots_to_rows": (normal(3, 2), inverse),
         "rows_to_slots": (normal(6), inverse, torch.bfloat16),
