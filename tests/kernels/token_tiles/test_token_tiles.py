@@ -133,15 +133,12 @@ COLUMN_CASES: list[tuple[Any, ...]] = [
     ((), 61, 32, BY_FEATURE, 32, True, [90, 10, -5, 40]),
     ((), 61, 32, BY_FEATURE, 32, True, [0, 2**30, -(2**31), 5, 2**31 - 1]),
     (tuple((7 * g) % 5 for g in range(40)), 7, 24, BY_FEATURE, 32),
-    ((1, *[0] * 1022, 2, 1, 3), 2, 16, BY_FEATURE, 32),
-    ((*[0] * 4095, 5), 2, 16, SQUARE, 32),
 ]
 SWIGLU_CASES: list[tuple[Any, ...]] = [
     ((12, 0, 33), 2, 128, "interleaved", SQUARE, 32),
     ((129, 0, 127, 1), 3, 256, "concatenated", SQUARE, 128),
     ((130, 0, 31), 40, 256, "interleaved", BY_FEATURE, 32, False),
     ((0, 0), 6, 128, "concatenated", BY_FEATURE, 32),
-    ((1, *[0] * 1022, 2, 1, 3), 2, 128, "concatenated", BY_FEATURE, 32),
 ]
 
 
@@ -155,6 +152,24 @@ def name_of(case: tuple[Any, ...]) -> str:
 def test_columns_of_all_kinds(case: tuple[Any, ...], gathers: bool, driver: EmulatedDriver) -> None:
     with bands_of(2):
         check_columns(driver, *case, gathers=gathers)
+
+
+MANY = (1, *[0] * 1022, 2, 1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_columns_of_more_than_1024_groups(driver: EmulatedDriver) -> None:
+    """A tile for every group, for the scales of those without tokens are zeroed."""
+    check_columns(driver, MANY, 2, 16, BY_FEATURE, 32)
+
+
+@pytest.mark.slow
+def test_a_table_that_is_full(driver: EmulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in (columns_host, swiglu_host):
+        monkeypatch.setattr(host, "room_for_groups", lambda groups: groups)
+    check_columns(driver, (0, *[3] * 38, 5), 2, 16, SQUARE, 32)
+    check_swiglu(driver, (0, *[3] * 8, 5), 2, 128, "concatenated", BY_FEATURE, 32)
 
 
 @pytest.mark.slow
