@@ -237,8 +237,8 @@ def test_other_errors_and_silence_are_seen() -> None:
 
 SIZES: dict[str, Callable[[], Any]] = {
     "in_features": lambda: nn.GroupedLinear(1, 16.0, 16),  # type: ignore[arg-type]
-    "num_groups": lambda: nn.GroupedLinear(2000, 16, 16),
-    "num_experts": lambda: nn.Experts(16, 16, 2000),
+    "num_groups": lambda: nn.GroupedLinear(4097, 16, 16),
+    "num_experts": lambda: nn.Experts(16, 16, 4097),
     "hidden": lambda: nn.MoE(True, 16, 4, 2),
     "top_k": lambda: nn.MoE(16, 16, 4, 5),
     "weight": lambda: nn.GroupedLinear(1, 16, 16, recipe="mxfp8"),

@@ -70,7 +70,8 @@ class TwoGpus:
         found = object.__new__(TritonKernel)
         found.asm = {"ptx": f".visible .entry kernel({parameters})"}
         found.src = SimpleNamespace(signature=signature)
-        found.metadata = SimpleNamespace(num_ctas=1, num_warps=4, shared=0, launch_pdl=options.get("launch_pdl", False))
+        launch_pdl = options.get("launch_pdl", False)
+        found.metadata = SimpleNamespace(name="kernel", num_ctas=1, num_warps=4, shared=0, launch_pdl=launch_pdl)
         found.function = libcuda.FUNCTION + (self.current << 16)
         return found
 
