@@ -38,8 +38,8 @@ def check_exit(cta: Cta) -> None:
         if bar.valid and phase > bar.waited_phase:
             site.report("exit", f"CTA {cta.index} ends without having waited for this arrival on {bar.name}")
             break
-    for row, (event, site) in cta.remote.items():
-        if known[row] < event:
+    for (row, _), (event, site, bar, phase) in cta.remote.items():
+        if known[row] < event and (bar is None or bar.waited_phase < phase):
             message = f"CTA {cta.index} ends with nothing ordering this access from another CTA before its end"
             site.report("exit", message)
             break

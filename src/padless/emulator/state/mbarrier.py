@@ -135,8 +135,8 @@ def find_mbarrier(
     clocks = site.warp.clocks
     if clocks is not None:
         if outside and not asynchronous and not later:
-            # It must not exit before this use of its shared memory.
-            cta.remote[site.row] = (int(clocks.time[0, site.row, site.row]), site)
+            # It must not exit before this use of its shared memory; a wait for the phase has seen that.
+            cta.remote[site.row, offset] = (int(clocks.time[0, site.row, site.row]), site, bar, bar.phase)
         column, event = bar.init_stamp
         if not bar.published and clocks.time[0, site.row, column] < event:
             message = f"{bar.name} is used, but nothing orders its initialisation before"
