@@ -204,7 +204,7 @@ def test_copy_widens_four_bit_numbers() -> None:
     data, out = (np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32), np.full(512, 9, np.uint32))
     launch(WIDENED, [out, data], arch="100a").raise_on_reports()
     packed = data.view(np.uint8).reshape(128, 16)[:, :8]
-    wanted = np.stack([packed & 15, packed >> 4], axis=2).reshape(128, 16)
+    wanted = np.stack([packed & 15, packed >> 4], axis=2).reshape(128, 16) << 2
     assert (out.view(np.uint8).reshape(128, 16) == wanted).all()
 
 
