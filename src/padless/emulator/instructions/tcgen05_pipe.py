@@ -162,7 +162,8 @@ def commit(e: Emitter) -> None:
             addresses = [(r << 24) | (addresses[0] & OFFSET_MASK) for r in range(16) if mask >> r & 1]
         # A generic-proxy arrival (PTX ISA).
         bars = [find_mbarrier(site, a, later=True) for a in addresses]
-        clock = None
+        pipe.commits += 1
+        number, clock = pipe.commits, None
         if w.clocks is not None:
             # What the thread knew to have happened when it issued the operations has happened when they are over;
             # but nothing is said of its own ordinary accesses, which it has not released.
@@ -173,7 +174,7 @@ def commit(e: Emitter) -> None:
         def arrive() -> None:
             for bar in bars:
                 if bar is not None:
-                    bar.arrive_from_outside(site)
+                    bar.arrive_from_outside(site, pipe, number)
                     bar.arrive(1, clock, site)
 
         operation = AsyncOperation(site.instruction.name, arrive, work=Work("commit", w.cta))

@@ -38,8 +38,8 @@ class Mbarrier:
         self.init_fenced = False
         self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
         self.waited_phase = -1  # the latest phase that somebody has seen complete
-        # the latest phase in which another CTA's asynchronous work arrived
-        self.foreign: tuple[int, Site | None] = (-1, None)
+        # the latest phase in which another CTA's asynchronous work arrived; of a commit its pipe and number there
+        self.foreign: tuple[int, Site | None, Any, int] = (-1, None, None, 0)
         self.valid = True
         self.last_arrival: Instruction | None = None
 
@@ -91,10 +91,11 @@ class Mbarrier:
             self.wide = merge(self.wide, wide)
         self._maybe_flip(site)
 
-    def arrive_from_outside(self, site: Site) -> None:
-        """An asynchronous arrival is about to happen; remember it if it comes from another CTA."""
+    def arrive_from_outside(self, site: Site, pipe: Any = None, number: int = 0) -> None:
+        """An asynchronous arrival is about to happen; remember it if it comes from another CTA. pipe: that of a
+        tcgen05.commit, of which this is the commit of that number."""
         if site.warp.cta is not self.cta:
-            self.foreign = (self.phase, site)
+            self.foreign = (self.phase, site, pipe, number)
             if self.cta.exited:
                 site.report("exit", f"signals {self.name} after that CTA has exited")
 

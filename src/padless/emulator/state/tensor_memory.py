@@ -24,7 +24,7 @@ class TensorMemory:
         self.requested = self.granted = 0  # allocations so far
         self.relinquished = False
         self.smallest = COLUMNS
-        self.sequence = 0
+        self.sequence = self.commits = 0
         self.issuers: dict[int, int] = {}
         self.last: Any = None  # instruction of the latest operation
         clocks = cta.cluster.clocks
