@@ -38,6 +38,7 @@ class Mbarrier:
         self.init_fenced = False
         self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
         self.waited_phase = -1  # the latest phase that somebody has seen complete
+        self.overrun: tuple[Site, str] | None = None  # a phase that ended unseen, and what to say if one waits now
         # the latest phase in which another CTA's asynchronous work arrived; of a commit its pipe and number there
         self.foreign: tuple[int, Site | None, Any, int] = (-1, None, None, 0)
         self.valid = True
@@ -51,6 +52,11 @@ class Mbarrier:
         text = f"phase {self.phase} (parity {self.phase & 1}), {self.pending} of {self.expected} arrivals pending"
         return text + (f", {self.tx} bytes outstanding" if self.tx else "")
 
+    def is_fresh(self, instruction: Instruction, count: int) -> bool:
+        """This instruction has made it with this count, and nothing has come since."""
+        untouched = self.phase == self.tx == 0 and self.pending == self.expected == count
+        return untouched and self.instruction is instruction
+
     def idle(self, row: int, clocks: Any) -> bool:
         """Nothing of a phase has come yet, and the lane with this row knows that the last one is over."""
         if self.tx or self.pending != self.expected:
@@ -61,15 +67,19 @@ class Mbarrier:
         return bool(known[self.init_stamp[0]] >= self.init_stamp[1] and known[self.column] >= self.phase)
 
     def complete(self, parity: int) -> bool:
+        if self.overrun is not None:
+            site, message = self.overrun
+            site.report("mbarrier", message, key="overrun")
+            self.overrun = None
         return self.phase & 1 != parity
 
     def _maybe_flip(self, site: Site) -> None:
-        """End the phase if nothing is pending. Two phases ending with no wait in between hide one from the waiters:
-        they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
+        """End the phase if nothing is pending. Two phases ending with no wait in between hide one from those who wait
+        later: they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
         if self.pending == 0 and self.tx == 0:
             if self.phase >= 1 and self.waited_phase < self.phase - 1 and self.cta.checks:
                 message = f"ends phase {self.phase} of {self.name}, but nobody has waited for phase {self.phase - 1}"
-                site.report("mbarrier", message, key="overrun")
+                self.overrun = site, message
             self.phase += 1
             self.pending = self.expected
             self.done_clock, self.done_wide = copy(self.clock), copy(self.wide)
