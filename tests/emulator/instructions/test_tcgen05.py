@@ -179,8 +179,14 @@ def test_pair_bugs(changes: dict[str, str], expected: str) -> None:
 
 def test_pair_allocates_together() -> None:
     """The even CTA multiplies as soon as its own allocation is told to it, whenever the odd one came to its own."""
-    loads = PAIR[PAIR.index("        const uint32_t full") : PAIR.index("        if (rank == 0) {\n            WAIT_FULL")]
-    early = "__syncthreads();\n    cluster_sync();\n    if (threadIdx.x == 96) {\n" + loads + "    }\n    if (warp == 0) {\n"
+    loads = PAIR[
+        PAIR.index("        const uint32_t full") : PAIR.index("        if (rank == 0) {\n            WAIT_FULL")
+    ]
+    early = (
+        "__syncthreads();\n    cluster_sync();\n    if (threadIdx.x == 96) {\n"
+        + loads
+        + "    }\n    if (warp == 0) {\n"
+    )
     source = PAIR.replace(loads, "").replace("    __syncthreads();\n    cluster_sync();\n", "    __syncthreads();\n")
     source = source.replace("if (warp == 0) {\n", early, 1)
     assert source.count("cluster_sync") == 1

@@ -51,7 +51,7 @@ def _check_arrivals(cta: Cta) -> None:
             waited[pipe] = max(waited.get(pipe, 0), number)
         elif bar.valid:
             missed.append(bar)
-    kinds = {}
+    kinds: dict[str, tuple[Any, str]] = {}
     for bar in missed:
         _, site, pipe, number = bar.foreign
         is_covered = pipe is not None and number < waited.get(pipe, 0)

@@ -33,7 +33,7 @@ KINDS = {
     "tma": "a bulk copy with illegal operands",
     "registers": "setmaxnreg used against its rules",
     "exit": "a CTA ended with asynchronous work or memory still in use",
-    "exit-covered": "a CTA ended before a tcgen05.commit had arrived that was ahead of one that had; an exit where strict",
+    "exit-covered": "a CTA ended before a tcgen05.commit had arrived, one behind it had; an exit where strict",
     "barrier": "a CTA barrier used with inconsistent thread counts",
     "grid-dependency": "a programmatic launch that touches global memory, or ends, with no griddepcontrol.wait before",
     "launch-control": "clusterlaunchcontrol used against its rules",

@@ -110,9 +110,8 @@ class Mma:
         for name, kind, major in (("A", f.a_type, f.a_major), ("B", f.b_type, f.b_major)):
             if major == "mn" and kind in narrow:
                 found.append(f"{name}: MN-major {kind} is not modelled")
-        if self.a_tmem is not None:
-            if self._split:
-                found.append("A in tensor memory is modelled for one CTA, and for M = 256 by a pair")
+        if self.a_tmem is not None and self._split:
+            found.append("A in tensor memory is modelled for one CTA, and for M = 256 by a pair")
         return tuple(found)
 
     # ---- what is touched
