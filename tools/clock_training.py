@@ -229,10 +229,10 @@ def training_tables() -> Iterator[str]:
         shape = f"{linear.rows}, {linear.groups}, {linear.n}, {linear.k}"
         yield f"| {shape} | {cells(times)} | {us:.0f} | {us / times[2]:.2f} |"
     yield ""
-    *shape, us = CUDNN_LAYER
-    yield f"| a layer of {shape[0]} rows, {shape[1]} experts, H {shape[2]}, I {shape[3]} | {clocks} | cuDNN, published |"
+    rows, experts, hidden, intermediate, us = CUDNN_LAYER
+    yield f"| a layer of {rows} rows, {experts} experts, H {hidden}, I {intermediate} | {clocks} | cuDNN, published |"
     yield "|---" * 5 + "|"
-    found = layer_parts(*(int(number) for number in shape))
+    found = layer_parts(rows, experts, hidden, intermediate)
     for name, times in found.items():
         yield f"| {name} | {cells(times)} | |"
     yield f"| sum | {cells(added(*found.values()))} | {us:.0f} |"
