@@ -1,4 +1,4 @@
-"""What leaves, and the warning of it: a name, an argument or a value that still does what it did.
+"""Table of what leaves, and the warning of it: a name, an argument or a value that still does what it did.
 
 One table for all of them, which docs/stability.md shows. Whatever takes the old way calls `warn_of` with its key.
 """

@@ -1,4 +1,4 @@
-"""What leaves: every old way still works, names the caller's line and what to write, and stands on docs/stability.md."""
+"""Checks of what leaves: every old way works, names the caller's line and what to write, and is on docs/stability.md."""
 
 from __future__ import annotations
 
