@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Leaving(NamedTuple):
-    """What to write in the place of an old way, and the version of padless that no longer takes that."""
+    """The new way to write it, and the version of padless that no longer takes the old one."""
 
     new: str
     version: str

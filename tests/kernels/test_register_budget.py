@@ -17,8 +17,6 @@ from padless.emulator.state.register_pool import registers_at_launch
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
 from padless.kernels.epilogue_launch import QuantConfig
-from padless.kernels.sm100_grouped import host as sm100_grouped
-from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16.config import PAIRS
 from padless.kernels.sm90_bf16_plain import host as bf16_plain
@@ -31,6 +29,8 @@ from padless.kernels.sm90_fp8_wgrad import host as wgrad
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
+from padless.kernels.sm100_grouped import host as sm100_grouped
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.table import PLAIN_ROUTES, ROUTES
 from padless.runtime import jit
 

@@ -40,7 +40,7 @@ HEAD = "import dataclasses, padless\n\nplain = padless.Epilogue(amax=True)\n"
 
 
 def run(file: Path, text: str) -> tuple[dict[str, Any], list[warnings.WarningMessage]]:
-    """What a user's file has at its end, and the warnings that it got."""
+    """Names of a user's file at its end, and the warnings that it got."""
     file.write_text(text)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

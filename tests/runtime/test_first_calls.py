@@ -63,7 +63,7 @@ def asked_for(gpu: Gpu) -> Iterator[Wanted]:
 
 
 def first_calls(model: str, format: str, gpu: Gpu, numbers: list[int]) -> Wanted:
-    """What a process asks for whose layers have so many tokens, chosen by the model's router."""
+    """Everything that a process asks for whose layers have so many tokens, chosen by the model's router."""
     experts, top_k, hidden, intermediate, _ = build_cubins.MODELS[model]
     kind = FORMAT_BY_NAME[format]
     w13 = build_cubins.weights(experts, 2 * intermediate, hidden, kind)
