@@ -184,6 +184,47 @@ def test_unordered_stores_of_one_value(place: str, value: str, strict: bool, kin
     assert out[int(place == "shared")] in data
 
 
+COPIES = r"""
+extern "C" __global__ void k(unsigned* out, const unsigned* in) {
+  __shared__ unsigned s[2];
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\ncp.async.wait_all;" ::"r"(smem(s + threadIdx.x / 16)), "l"(in + VALUE) : "memory");
+  __syncthreads();
+  out[threadIdx.x] = s[threadIdx.x / 16];
+}"""
+
+
+@pytest.mark.parametrize(("value", "strict", "kind"), [
+    ("threadIdx.x / 16", False, "tolerated"), ("threadIdx.x / 16", True, "race"), ("threadIdx.x", False, "race"),
+])  # fmt: skip
+def test_copies_of_one_word_to_one_word(value: str, strict: bool, kind: str) -> None:
+    emulator = Emulator(compile_cuda(COPIES.replace("VALUE", value)), strict=strict, seed=1)
+    out, data = np.zeros(32, np.uint32), np.random.default_rng(5).integers(0, 1 << 32, 32, dtype=np.uint32)
+    result = emulator.launch("k", 1, 32, [emulator.memory.register(x) for x in (out, data)])
+    assert kinds(result) == {kind}
+    assert value == "threadIdx.x" or (out == data[np.arange(32) // 16]).all()
+
+
+MATRICES = r"""
+extern "C" __global__ void k(unsigned* out, const unsigned* in) {
+  __shared__ alignas(16) unsigned s[32];
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(smem(s + 4 * (threadIdx.x % 8))), "r"(in[VALUE]) : "memory");
+  __syncthreads();
+  out[threadIdx.x] = s[threadIdx.x % 32];
+}"""
+
+
+@pytest.mark.parametrize(("value", "strict", "kind"), [
+    ("threadIdx.x % 32", False, "tolerated"), ("threadIdx.x % 32", True, "race"), ("threadIdx.x", False, "race"),
+])  # fmt: skip
+def test_unordered_stores_of_one_matrix(value: str, strict: bool, kind: str) -> None:
+    emulator = Emulator(compile_cuda(MATRICES.replace("VALUE", value)), strict=strict, seed=1)
+    out, data = np.zeros(64, np.uint32), np.random.default_rng(4).integers(0, 1 << 32, 64, dtype=np.uint32)
+    result = emulator.launch("k", 1, 64, [emulator.memory.register(x) for x in (out, data)])
+    assert kinds(result) == {kind}
+    assert (out[:32] == out[32:]).all()
+    assert (out[:32] == data[:32]).all() or value == "threadIdx.x"
+
+
 # ---- registers that an unfinished tcgen05.st reads
 STORED = r"""
 extern "C" __global__ void k(unsigned* out, const unsigned* in) {

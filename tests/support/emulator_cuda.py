@@ -89,7 +89,7 @@ def launch(source: str, arguments: list[Any], *, arch: str = "90a", **options: A
     An argument that is a function is called with the emulator's memory and the addresses so far, for tensor maps.
     """
     seed = options.pop("seed", 0)
-    settings = {name: options.pop(name) for name in ("checks", "arithmetic") if name in options}
+    settings = {name: options.pop(name) for name in ("checks", "arithmetic", "strict") if name in options}
     emulator = Emulator(compile_cuda(source, arch), seed=seed, name="test.ptx", **settings)
     addresses: dict[int, int] = {}
     values = []

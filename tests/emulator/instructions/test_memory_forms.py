@@ -71,10 +71,17 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) k(uint32_t* out) {
 }"""
 
 
+# the operand of the store: a list of registers, or a vector variable
+VARIABLE = "{\\n.reg .v4 .b32 s;\\nmov.b32 s.x, %1;\\nmov.b32 s.y, %2;\\nmov.b32 s.z, %3;\\nmov.b32 s.w, %4;\\nSTORE s, [%5];\\n}"
+
+
 @pytest.mark.parametrize(("seed", "checks"), [*((seed, True) for seed in range(6)), (6, False)])
 def test_stores_into_another_cta_arrive_by_themselves(seed: int, checks: bool) -> None:
     out = np.zeros(258, np.uint32)
     source = PUSH.replace("WAIT", "wait(smem(&full), 0);")
+    if seed % 2:
+        store = source[source.index("st.async") : source.index(" {%1, %2, %3, %4}, [%5];")]
+        source = source.replace(store + " {%1, %2, %3, %4}, [%5];", VARIABLE.replace("STORE", store))
     launch(source, [out], grid=2, block=32, seed=seed, checks=checks).raise_on_reports()
     x = np.arange(32)
     for rank in range(2):

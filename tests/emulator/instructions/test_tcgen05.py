@@ -125,19 +125,20 @@ PAIR_DEFAULTS = {
     "WAIT_DONE": "wait(smem(&s.done), 0);",
     "COMMIT_MASK": "3",
     "END": "__syncthreads(); cluster_sync();",
+    "COMMIT_BEFORE": "",
+    "COMMIT_AFTER": "",
 }
 
 
-def run_pair(seed: int, **changes: str) -> tuple[bool, LaunchResult]:
+def run_pair(seed: int, source: str = PAIR, strict: bool = True, **changes: str) -> tuple[bool, LaunchResult]:
     rng = np.random.default_rng(seed)
     a, b = (rng.integers(-8, 9, (rows, 64)).astype(np.float16) for rows in (256, N))
     out = np.full((256, N), np.nan, np.float32)
-    source = PAIR
     for name, text in (PAIR_DEFAULTS | changes).items():
         source = source.replace(name, text)
     result = launch(
         f"constexpr int N = {N};\n{source}", [tiled(a, (64, 128), 3), tiled(b, (64, N // 2), 3), out], arch="100a",
-        grid=2, block=128, shared_bytes=128 * 128 + N * 64 + 2048, seed=seed,
+        grid=2, block=128, shared_bytes=128 * 128 + N * 64 + 2048, seed=seed, strict=strict,
     )  # fmt: skip
     return bool((out == a.astype(np.float32) @ b.astype(np.float32).T).all()), result
 
@@ -176,6 +177,39 @@ def test_pair_bugs(changes: dict[str, str], expected: str) -> None:
     assert expected in found
 
 
+def test_pair_allocates_together() -> None:
+    """The even CTA multiplies as soon as its own allocation is told to it, whenever the odd one came to its own."""
+    loads = PAIR[
+        PAIR.index("        const uint32_t full") : PAIR.index("        if (rank == 0) {\n            WAIT_FULL")
+    ]
+    early = (
+        "__syncthreads();\n    cluster_sync();\n    if (threadIdx.x == 96) {\n"
+        + loads
+        + "    }\n    if (warp == 0) {\n"
+    )
+    source = PAIR.replace(loads, "").replace("    __syncthreads();\n    cluster_sync();\n", "    __syncthreads();\n")
+    source = source.replace("if (warp == 0) {\n", early, 1)
+    assert source.count("cluster_sync") == 1
+    for seed in range(4):
+        right, result = run_pair(seed, source)
+        result.raise_on_reports()
+        assert right
+    _, result = run_pair(1, source.replace("if (warp == 0) {", "if (warp == 0 && rank == 0) {"))
+    assert any("CTA (1, 0, 0), the other of its pair" in r.message for r in result.reports if r.kind == "deadlock")
+
+
+SPARE = 'asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(smem(&s.spare)), "h"((uint16_t)2) : "memory");'
+
+
+@pytest.mark.parametrize(("place", "strict", "kind"), [
+    ("COMMIT_BEFORE", True, "exit"), ("COMMIT_BEFORE", False, "tolerated"), ("COMMIT_AFTER", False, "exit"),
+])  # fmt: skip
+def test_an_arrival_that_a_later_one_covers(place: str, strict: bool, kind: str) -> None:
+    right, result = run_pair(2, strict=strict, **{place: SPARE})
+    assert right
+    assert kinds(result) == {kind}
+
+
 WIDENED = r"""
 extern "C" __global__ void k(unsigned* out, const unsigned* in) {
   __shared__ alignas(1024) unsigned s[512]; __shared__ alignas(8) uint64_t done; __shared__ unsigned base;
@@ -204,7 +238,7 @@ def test_copy_widens_four_bit_numbers() -> None:
     data, out = (np.random.default_rng(8).integers(0, 1 << 32, 512, dtype=np.uint32), np.full(512, 9, np.uint32))
     launch(WIDENED, [out, data], arch="100a").raise_on_reports()
     packed = data.view(np.uint8).reshape(128, 16)[:, :8]
-    wanted = np.stack([packed & 15, packed >> 4], axis=2).reshape(128, 16)
+    wanted = np.stack([packed & 15, packed >> 4], axis=2).reshape(128, 16) << 2
     assert (out.view(np.uint8).reshape(128, 16) == wanted).all()
 
 

@@ -2,7 +2,7 @@
 // half of A and of B and signals the even CTA, whose warp 0 issues for both and commits to both.
 struct alignas(1024) Shared {
     uint8_t a[128 * 128], b[N / 2 * 128];
-    uint64_t full, done;
+    uint64_t full, done, spare;
     uint32_t tensor_memory;
 };
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128)
@@ -14,6 +14,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128)
     if (threadIdx.x == 0) {
         init(smem(&s.full), 1);
         init(smem(&s.done), 1);
+        init(smem(&s.spare), 1);
         fence_init();
     }
     if (warp == 0) {
@@ -38,7 +39,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128)
                 const uint64_t a = (0x4000404000000000ull | (smem(s.a) & 0x3FFFF) >> 4) + 2 * j, b = (0x4000404000000000ull | (smem(s.b) & 0x3FFFF) >> 4) + 2 * j;
                 asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\ntcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, p;\n}" ::"r"(base), "l"(a), "l"(b), "r"(shape), "r"(j) : "memory");
             }
+            COMMIT_BEFORE
             asm volatile("tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(smem(&s.done)), "h"((uint16_t)COMMIT_MASK) : "memory");
+            COMMIT_AFTER
         }
     }
     __syncwarp();

@@ -337,9 +337,27 @@ def test_a_from_tensor_memory() -> None:
         assert unit.tmem_reads() == {"a": [(0, 128, 200, 208)]}
         unit.execute(shared, tmem)
         np.testing.assert_array_equal(tmem[0][:, 64:96].view(np.float32), a @ b.T)
-    blocked = Mma("f8f6f4", 1, build("f8f6f4", 128, 32, "e2m1", "e4m3"), 64, db, a_tmem=200)
-    with pytest.raises(ValueError, match="e2m1 is not modelled"):
-        blocked.execute(shared, tmem)
+
+
+@pytest.mark.parametrize(("a_type", "low", "mask"), [("e2m1", 2, 0x3C), ("e2m3", 1, 0x7E), ("e3m2", 1, 0x7E)])
+def test_narrow_a_from_tensor_memory(a_type: str, low: int, mask: int) -> None:
+    """A number lies in the middle of its byte, and what surrounds it does not count."""
+    rng = np.random.default_rng(9)
+    codes = rng.integers(0, 1 << (8 - 2 * low), (128, 32)).astype(np.uint8)
+    b, b_bytes = integer_operand(rng, "e4m3", 32, 32)
+    shared, tmem = memories(1, 7)
+    octets = codes << low | rng.integers(0, 256, codes.shape).astype(np.uint8) & np.uint8(~mask & 255)
+    tmem[0][:, 200:208] = np.ascontiguousarray(octets).view(np.uint32)
+    db = put_k_major(shared[0], b_bytes, 4096, "32B")
+    unit = Mma("f8f6f4", 1, build("f8f6f4", 128, 32, a_type, "e4m3"), 64, db, a_tmem=200, enable_d=False)
+    assert unit.problems() == ()
+    unit.execute(shared, tmem)
+    exponent_bits, mantissa_bits = int(a_type[1]), int(a_type[3])
+    exponent, mantissa = codes >> mantissa_bits & (1 << exponent_bits) - 1, codes & (1 << mantissa_bits) - 1
+    bias = (1 << exponent_bits - 1) - 1
+    size = np.where(exponent > 0, 1.0, 0.0) + mantissa / 2.0**mantissa_bits
+    a = np.where(codes >> 7 - 2 * low, -1.0, 1.0) * size * 2.0 ** (np.maximum(exponent, 1).astype(float) - bias)
+    np.testing.assert_array_equal(tmem[0][:, 64:96].view(np.float32), a @ b.T)
 
 
 @pytest.mark.parametrize("first", [0, 16])

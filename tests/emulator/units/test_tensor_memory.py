@@ -169,7 +169,8 @@ def test_copy_then_multiply_reads_the_scales_of_its_rows() -> None:
 @pytest.mark.parametrize(("source", "bits"), [("b4x16_p64", 4), ("b6x16_p32", 6)])
 @pytest.mark.parametrize(("shape", "width"), [("128x128b", 16), ("128x256b", 32)])
 def test_copies_that_widen_small_numbers(source: str, bits: int, shape: str, width: int) -> None:
-    """Number i of a row is bits i * b and up of the 16 bytes that hold it; the padding behind goes nowhere."""
+    """Number i of a row is bits i * b and up of the 16 bytes that hold it, and lies in the middle of a byte then; the
+    padding behind goes nowhere."""
     shared = np.random.default_rng(5).integers(0, 256, 16384).astype(np.uint8)
     tmem = numbered_tmem()
     Copy(shape, "", 1 << 46 | 128 >> 4 << 32 | 4096 >> 4 << 16 | 0x800 >> 4, 24, source).execute(shared, tmem)
@@ -178,7 +179,7 @@ def test_copies_that_widen_small_numbers(source: str, bits: int, shape: str, wid
         for i in range(width):
             at = 0x800 + row % 8 * 16 + row // 8 * 128 + i // 16 * 4096
             packed = int.from_bytes(shared[at : at + 16].tobytes(), "little")
-            assert got[i] == packed >> i % 16 * bits & (1 << bits) - 1
+            assert got[i] == (packed >> i % 16 * bits & (1 << bits) - 1) << (4 - bits // 2)
     assert (tmem[:, 24 + width // 4 :] == numbered_tmem()[:, 24 + width // 4 :]).all()
     with pytest.raises(ValueError, match="b5x16"):
         Copy(shape, "", 1 << 46, 0, "b5x16")

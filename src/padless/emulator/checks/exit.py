@@ -33,16 +33,33 @@ def check_exit(cta: Cta) -> None:
             report("exit", "the warp ends without waiting for its asynchronous products", owner, warp, 0)
     known = cluster.clocks.time[BASE, first.first_row : first.first_row + cta.rows].max(axis=0)
     _check_copies(cta, known)
-    for bar in cta.mbarriers.values():
-        phase, site = bar.foreign
-        if bar.valid and phase > bar.waited_phase:
-            site.report("exit", f"CTA {cta.index} ends without having waited for this arrival on {bar.name}")
-            break
-    for row, (event, site) in cta.remote.items():
-        if known[row] < event:
+    _check_arrivals(cta)
+    for (row, _), (event, site, bar, phase) in cta.remote.items():
+        if known[row] < event and (bar is None or bar.waited_phase < phase):
             message = f"CTA {cta.index} ends with nothing ordering this access from another CTA before its end"
             site.report("exit", message)
             break
+
+
+def _check_arrivals(cta: Cta) -> None:
+    """Asynchronous arrivals from other CTAs that none of its threads has waited for: one, the gravest."""
+    waited: dict[Any, int] = {}  # of each pipe the latest commit that was waited for
+    missed = []
+    for bar in cta.mbarriers.values():
+        phase, _, pipe, number = bar.foreign
+        if phase <= bar.waited_phase:
+            waited[pipe] = max(waited.get(pipe, 0), number)
+        elif bar.valid:
+            missed.append(bar)
+    kinds: dict[str, tuple[Any, str]] = {}
+    for bar in missed:
+        _, site, pipe, number = bar.foreign
+        is_covered = pipe is not None and number < waited.get(pipe, 0)
+        kinds.setdefault("exit-covered" if is_covered else "exit", (site, bar.name))
+    if kinds:
+        kind = min(kinds, key=len)
+        site, name = kinds[kind]
+        site.report(kind, f"CTA {cta.index} ends without having waited for this arrival on {name}")
 
 
 def _check_stores(warp: Warp, lane: int, groups: Groups) -> None:

@@ -84,12 +84,16 @@ def copy(w: Warp, ins: Instruction, lanes: Array, to: Array, sources: Array, cou
         own = np.flatnonzero([c is cta for c in ctas])
         # What lanes write twice is a race of one with the other: those are checked one by one.
         together = [own] if len(np.unique(offsets[own])) == len(own) else [own[i : i + 1] for i in range(len(own))]
+        copied: dict[int, tuple[int, int]] = {}
         for part in together:
-            cells = None
+            cells, first = None, int(part[0])
+            what = int(sources[first]), int(counts[first])
+            again = len(part) == 1 and copied.get(int(offsets[first])) == what
+            copied[int(offsets[first])] = what
             if w.clocks is not None:
                 # cp.async is not the async proxy: it is ordered like an ordinary write of its lane, when waited for.
                 cells, shadow = shared_cells(cta, offsets[part], size), cta.shared.shadow
-                shadow.access(w, lanes[part], cells, ins, write=True)
+                shadow.access(w, lanes[part], cells, ins, True, False, lambda picked, again=again: again)
                 shadow.written[cells] = pack(columns[part], IN_FLIGHT)[:, None]
             work.append((cta, part, cells))
     for each in groups:

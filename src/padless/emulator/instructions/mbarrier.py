@@ -56,7 +56,8 @@ def initialise(e: Emitter) -> None:
             site.report("mbarrier", f"mbarrier.init with count {count}, allowed is 1 to 2^20-1")
         old = cta.mbarriers.get(offset)
         if old is not None and old.valid:
-            kind = "mbarrier-init" if old.idle(site.row, w.clocks) else "mbarrier"
+            idle = old.is_fresh(site.instruction, count) or old.idle(site.row, w.clocks)
+            kind = "mbarrier-init" if idle else "mbarrier"
             site.report(kind, f"{old.name} is initialised again without mbarrier.inval: {old.state()}", old.instruction)
         bar = w.launch.make_mbarrier(cta, offset, count, site.instruction)
         cta.mbarriers[offset] = bar

@@ -12,7 +12,7 @@ from padless.emulator.prepare.emitter import Emitter
 from padless.emulator.state.memory_access import MemoryAccess
 from padless.emulator.state.shared_access import check_access
 from padless.emulator.state.site import Site
-from padless.emulator.state.tensor_memory import LANES, cells, tensor_memory
+from padless.emulator.state.tensor_memory import LANES, cells, targets_of, tensor_memory
 from padless.emulator.state.warp import Fragment, Until, Wait
 from padless.emulator.state.warp_sync import whole_warp
 
@@ -22,6 +22,7 @@ def allocate(e: Emitter) -> None:
     where, count_slot = SharedOperand(e, e.operands[0]), e.source_slot(e.operands[1], "u32")
     ins = e.instruction
     word = MemoryAccess(ins, "shared", -1, 0, "u32", [-1])
+    pair = e.has("cta_group::2")
 
     @whole_warp
     def alloc(f: Fragment, m: Any) -> Wait | None:
@@ -37,13 +38,26 @@ def allocate(e: Emitter) -> None:
         if count > memory.smallest:
             site.report("tensor-memory", f"tcgen05.alloc of {count} columns after one of {memory.smallest}")
         memory.smallest = min(memory.smallest, count)
+        ctas = targets_of(site, pair)
+        peer = tensor_memory(ctas[1 - w.cta.rank % 2]) if pair else memory
+        memory.requested += 1
+        number, start = memory.requested, -1
+
+        def granted() -> bool:
+            nonlocal start
+            if start < 0 and (start := memory.free_start(count)) >= 0:
+                take()
+            return start >= 0 and peer.granted >= number
 
         def take() -> None:
-            start = memory.free_start(count)
+            memory.granted += 1
             memory.allocated[start] = (count, site)
             memory.words[:, start : start + count] = 0x7FFFFFFF
             if memory.shadow is not None:
                 memory.shadow.forget(cells((0, LANES, start, start + count)))
+            w.launch.progress += 1
+
+        def tell() -> None:
             cta, offset = site.locate(where.at(site))
             if cta.shared.shadow is not None:
                 check_access(w, cta, np.array([site.lane]), np.array([offset]), word, write=True)
@@ -51,9 +65,10 @@ def allocate(e: Emitter) -> None:
             w.launch.progress += 1
 
         def describe() -> str:
-            return f"tcgen05.alloc of {count} columns; allocated are {sorted(memory.allocated)}"
+            text = f"tcgen05.alloc of {count} columns; allocated are {sorted(memory.allocated)}"
+            return text if start < 0 else f"{text}; CTA {peer.cta.index}, the other of its pair, is yet to do the same"
 
-        return Until(lambda: memory.free_start(count) >= 0, take, describe).begin(f)
+        return Until(granted, tell, describe).begin(f)
 
     e.limit_granule(4)
     e.synchronise(alloc)

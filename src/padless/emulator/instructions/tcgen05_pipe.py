@@ -21,23 +21,12 @@ from padless.emulator.state.mbarrier import find_mbarrier
 from padless.emulator.state.shared_access import cells_read
 from padless.emulator.state.site import Site
 from padless.emulator.state.spaces import OFFSET_MASK
-from padless.emulator.state.tensor_memory import COLUMNS, cells, tensor_memory
+from padless.emulator.state.tensor_memory import COLUMNS, cells, targets_of, tensor_memory
 from padless.emulator.state.warp import Cta
 from padless.emulator.state.work import Work
 from padless.emulator.units.matrix_descriptor import kind_of
 from padless.emulator.units.tcgen05 import Mma
 from padless.emulator.units.tensor_memory import Copy
-
-
-def targets_of(site: Site, pair: bool) -> list[Cta]:
-    """The CTA, or both CTAs of the pair, even rank first."""
-    cta = site.warp.cta
-    if not pair:
-        return [cta]
-    base = cta.rank & ~1
-    if base + 1 >= len(cta.cluster.ctas):
-        site.fault("cta_group::2 outside a CTA pair")
-    return [cta.cluster.ctas[base], cta.cluster.ctas[base + 1]]
 
 
 def issue(site: Site, ctas: list[Cta], unit: Any, run: Any) -> None:
@@ -173,7 +162,8 @@ def commit(e: Emitter) -> None:
             addresses = [(r << 24) | (addresses[0] & OFFSET_MASK) for r in range(16) if mask >> r & 1]
         # A generic-proxy arrival (PTX ISA).
         bars = [find_mbarrier(site, a, later=True) for a in addresses]
-        clock = None
+        pipe.commits += 1
+        number, clock = pipe.commits, None
         if w.clocks is not None:
             # What the thread knew to have happened when it issued the operations has happened when they are over;
             # but nothing is said of its own ordinary accesses, which it has not released.
@@ -184,7 +174,7 @@ def commit(e: Emitter) -> None:
         def arrive() -> None:
             for bar in bars:
                 if bar is not None:
-                    bar.arrive_from_outside(site)
+                    bar.arrive_from_outside(site, pipe, number)
                     bar.arrive(1, clock, site)
 
         operation = AsyncOperation(site.instruction.name, arrive, work=Work("commit", w.cta))

@@ -51,9 +51,14 @@ def matrix_move(e: Emitter) -> None:
         if not load:
             octets = mma_sync.stmatrix(np.stack([w.v[s] for s in slots], axis=1), shape, transpose)
         for cta, offsets, who in groups:
-            if cta.shared.shadow is not None:
-                check_access(w, cta, who, offsets, row, write=not load)
             index = offsets[:, None] + np.arange(16)
+            if cta.shared.shadow is not None:
+                there, own = cta.shared.bytes[index], octets[who]
+
+                def equal(picked: Any, there: Any = there, own: Any = own) -> bool:
+                    return not load and bool((there[picked] == own[picked]).all())
+
+                check_access(w, cta, who, offsets, row, not load, equal)
             if load:
                 octets[who] = cta.shared.bytes[index]
             else:

@@ -236,7 +236,7 @@ class Shadow:
         row, column = np.argwhere(bad)[0]
         cell = int(cells[row, column])
         stamp, site = int(stamps[row, column]), int(sites[cell])
-        twice = did == "written" and site >= 0 and self.instructions[site].opcode == "st"
+        twice = did == "written" and site >= 0 and self.instructions[site].opcode == instruction.opcode
         kind = "race-equal" if twice and equal(np.flatnonzero(bad.any(axis=1))) else "race"
         self.conflict(stamp, site, cell, did, kind, instruction, warp, int(lanes[row]))
 

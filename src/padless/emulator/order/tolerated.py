@@ -15,6 +15,11 @@ def tolerance(kind: str, instruction: Instruction | None, other: Instruction | N
         return "mbarrier.init is ordered before the async proxy by a fence alone (PTX ISA, async proxy)"
     if kind == "race-equal":
         return "two stores that nothing orders are a data race whatever they store (PTX ISA, memory consistency model)"
+    if kind == "exit-covered":
+        return (
+            "shared memory of a CTA lives as long as the CTA does (PTX ISA, shared state space), and the order of two "
+            "arrivals of tcgen05.commit is not given; a later one of the same pipe has been waited for"
+        )
     if kind == "descriptor-start":
         return "an operand that begins off its swizzle's repeating pattern needs the base offset (PTX ISA, descriptors)"
     if kind == "launch-control-refused":

@@ -30,6 +30,8 @@ class OperandParser(Tokens):
         for scope in reversed(self.scopes):
             if name in scope:
                 found = scope[name]
+                if found.startswith("{"):  # a vector variable, of which an instruction names all elements
+                    return Vector(tuple(Register(each) for each in found[1:].split(",")))
                 return Symbol(found[1:]) if found.startswith("&") else Register(found)
         if name == "_":
             return Sink()

@@ -299,11 +299,13 @@ class _Parser(OperandParser):
                     self.fail(f"{name}<{count}> makes more than {MOST_REGISTERS} registers in {function.name}")
                 names = [f"{name}{i}" for i in range(count)]
                 self.expect(">")
+            own = "" if top else f"@{self.scope_count}"
             if vector:
-                names = [f"{n}.{c}" for n in names for c in "xyzw"[: int(vector[1:])]]
+                parts = {n: [f"{n}.{c}" for c in "xyzw"[: int(vector[1:])]] for n in names}
+                names = [part for each in parts.values() for part in each]
+                self.scopes[-1] |= {n: "{" + ",".join(part + own for part in each) for n, each in parts.items()}
             for each in names:
-                unique = each if top else f"{each}@{self.scope_count}"
-                self.scopes[-1][each] = unique
+                self.scopes[-1][each] = unique = each + own
                 function.registers[unique] = type_name
             if not self.accept(","):
                 break

@@ -38,8 +38,9 @@ class Mbarrier:
         self.init_fenced = False
         self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
         self.waited_phase = -1  # the latest phase that somebody has seen complete
-        # the latest phase in which another CTA's asynchronous work arrived
-        self.foreign: tuple[int, Site | None] = (-1, None)
+        self.overrun: tuple[Site, str] | None = None  # a phase that ended unseen, and what to say if one waits now
+        # the latest phase in which another CTA's asynchronous work arrived; of a commit its pipe and number there
+        self.foreign: tuple[int, Site | None, Any, int] = (-1, None, None, 0)
         self.valid = True
         self.last_arrival: Instruction | None = None
 
@@ -51,6 +52,11 @@ class Mbarrier:
         text = f"phase {self.phase} (parity {self.phase & 1}), {self.pending} of {self.expected} arrivals pending"
         return text + (f", {self.tx} bytes outstanding" if self.tx else "")
 
+    def is_fresh(self, instruction: Instruction, count: int) -> bool:
+        """This instruction has made it with this count, and nothing has come since."""
+        untouched = self.phase == self.tx == 0 and self.pending == self.expected == count
+        return untouched and self.instruction is instruction
+
     def idle(self, row: int, clocks: Any) -> bool:
         """Nothing of a phase has come yet, and the lane with this row knows that the last one is over."""
         if self.tx or self.pending != self.expected:
@@ -61,15 +67,19 @@ class Mbarrier:
         return bool(known[self.init_stamp[0]] >= self.init_stamp[1] and known[self.column] >= self.phase)
 
     def complete(self, parity: int) -> bool:
+        if self.overrun is not None:
+            site, message = self.overrun
+            site.report("mbarrier", message, key="overrun")
+            self.overrun = None
         return self.phase & 1 != parity
 
     def _maybe_flip(self, site: Site) -> None:
-        """End the phase if nothing is pending. Two phases ending with no wait in between hide one from the waiters:
-        they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
+        """End the phase if nothing is pending. Two phases ending with no wait in between hide one from those who wait
+        later: they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
         if self.pending == 0 and self.tx == 0:
             if self.phase >= 1 and self.waited_phase < self.phase - 1 and self.cta.checks:
                 message = f"ends phase {self.phase} of {self.name}, but nobody has waited for phase {self.phase - 1}"
-                site.report("mbarrier", message, key="overrun")
+                self.overrun = site, message
             self.phase += 1
             self.pending = self.expected
             self.done_clock, self.done_wide = copy(self.clock), copy(self.wide)
@@ -91,10 +101,11 @@ class Mbarrier:
             self.wide = merge(self.wide, wide)
         self._maybe_flip(site)
 
-    def arrive_from_outside(self, site: Site) -> None:
-        """An asynchronous arrival is about to happen; remember it if it comes from another CTA."""
+    def arrive_from_outside(self, site: Site, pipe: Any = None, number: int = 0) -> None:
+        """An asynchronous arrival is about to happen; remember it if it comes from another CTA. pipe: that of a
+        tcgen05.commit, of which this is the commit of that number."""
         if site.warp.cta is not self.cta:
-            self.foreign = (self.phase, site)
+            self.foreign = (self.phase, site, pipe, number)
             if self.cta.exited:
                 site.report("exit", f"signals {self.name} after that CTA has exited")
 
@@ -135,8 +146,8 @@ def find_mbarrier(
     clocks = site.warp.clocks
     if clocks is not None:
         if outside and not asynchronous and not later:
-            # It must not exit before this use of its shared memory.
-            cta.remote[site.row] = (int(clocks.time[0, site.row, site.row]), site)
+            # It must not exit before this use of its shared memory; a wait for the phase has seen that.
+            cta.remote[site.row, offset] = (int(clocks.time[0, site.row, site.row]), site, bar, bar.phase)
         column, event = bar.init_stamp
         if not bar.published and clocks.time[0, site.row, column] < event:
             message = f"{bar.name} is used, but nothing orders its initialisation before"

@@ -40,7 +40,7 @@ def shared_groups(ins: Instruction, w: Warp, where: Array, lanes: Array, size: i
                 if cta.exited:
                     site.report("exit", f"accesses shared memory of CTA {cta.index}, which has exited")
                 if w.clocks is not None:
-                    cta.remote[site.row] = (int(w.clocks.time[0, site.row, site.row]), site)
+                    cta.remote[site.row, -1] = (int(w.clocks.time[0, site.row, site.row]), site, None, 0)
         groups.append((cta, part, who))
     return groups
 

@@ -21,9 +21,10 @@ class TensorMemory:
         self.cta = cta
         self.words = np.full((LANES, COLUMNS), 0x7FFFFFFF, np.uint32)
         self.allocated: dict[int, tuple[int, Site]] = {}  # first column -> (columns, of which instruction)
+        self.requested = self.granted = 0  # allocations so far
         self.relinquished = False
         self.smallest = COLUMNS
-        self.sequence = 0
+        self.sequence = self.commits = 0
         self.issuers: dict[int, int] = {}
         self.last: Any = None  # instruction of the latest operation
         clocks = cta.cluster.clocks
@@ -55,6 +56,17 @@ def tensor_memory(cta: Cta) -> TensorMemory:
         cta.tensor_memory = TensorMemory(cta)
     result: TensorMemory = cta.tensor_memory
     return result
+
+
+def targets_of(site: Site, pair: bool) -> list[Cta]:
+    """The CTA, or both CTAs of the pair, even rank first."""
+    cta = site.warp.cta
+    if not pair:
+        return [cta]
+    base = cta.rank & ~1
+    if base + 1 >= len(cta.cluster.ctas):
+        site.fault("cta_group::2 outside a CTA pair")
+    return [cta.cluster.ctas[base], cta.cluster.ctas[base + 1]]
 
 
 def cells(rectangle: tuple[int, int, int, int]) -> Array:

@@ -286,7 +286,9 @@ class Cta:
         self.registers: Any = None  # RegisterPool, made on first use
         self.warpgroups: dict[int, Any] = {}  # wgmma state, made on first use
         self.words: dict[int, Any] = {}  # Word by offset
-        self.remote: dict[int, Any] = {}  # clock row of another CTA's lane -> its last use of our memory
+        # (clock row of another CTA's lane, offset of an mbarrier or -1) -> its last use of it: (event, site, Mbarrier or
+        # None, its phase)
+        self.remote: dict[tuple[int, int], tuple[int, Any, Any, int]] = {}
         self.warps = [Warp(self, i, min(32, self.threads - 32 * i)) for i in range(count)]
         for warp in self.warps:
             warp.special_registers()

@@ -110,11 +110,8 @@ class Mma:
         for name, kind, major in (("A", f.a_type, f.a_major), ("B", f.b_type, f.b_major)):
             if major == "mn" and kind in narrow:
                 found.append(f"{name}: MN-major {kind} is not modelled")
-        if self.a_tmem is not None:
-            if self._split:
-                found.append("A in tensor memory is modelled for one CTA, and for M = 256 by a pair")
-            if f.a_type in narrow and self.kind not in ("mxf4", "mxf4nvf4"):
-                found.append(f"A in tensor memory of {f.a_type} is not modelled")
+        if self.a_tmem is not None and self._split:
+            found.append("A in tensor memory is modelled for one CTA, and for M = 256 by a pair")
         return tuple(found)
 
     # ---- what is touched
@@ -237,6 +234,10 @@ class Mma:
         octets = np.ascontiguousarray(tmem[lanes, column : column + 8]).view(np.uint8)
         if self.kind in ("mxf4", "mxf4nvf4"):
             return nibbles(octets)
+        if self.fields.a_type == "e2m1":
+            return octets >> 2 & 15
+        if self.fields.a_type in ("e2m3", "e3m2"):
+            return octets >> 1 & 63
         return octets.view(CODES[_BYTES.get(self.fields.a_type, 1)])
 
     def _d_words(self) -> tuple[Array, Array]:

@@ -17,8 +17,8 @@ from padless.emulator.units.number_formats import Array, nibbles, six_bits
 LANES, COLUMNS = 128, 512
 Rectangle = tuple[int, int, int, int]
 
-# source -> (bytes in each 16, how they are unpacked)
-_PACKED = {"b4x16_p64": (8, nibbles), "b6x16_p32": (12, six_bits)}
+# source -> (bytes in each 16, how they are unpacked, bits that a number is shifted by to the middle of its byte)
+_PACKED = {"b4x16_p64": (8, nibbles, 2), "b6x16_p32": (12, six_bits, 1)}
 # shape -> (source rows, bytes per row, lanes that get row i)
 _COPIES = {
     ("32x128b", "warpx4"): (32, 16, lambda i: (i, i + 32, i + 64, i + 96)),
@@ -51,7 +51,7 @@ class Copy:
         shape: 32x128b, 64x128b, 128x128b or 128x256b.  multicast: warpx4, warpx2::02_13, warpx2::01_23 or "".
         descriptor: 64 bits.  address: of the destination, lane 0.
         source: b4x16_p64 or b6x16_p32, of which every 16 bytes hold 16 numbers and padding and become a byte for each
-            number, in its low bits (as ldmatrix leaves them); "" copies bytes.
+            number, in bits 2 to 5 or 1 to 6 of it; "" copies bytes.
     """
 
     shape: str
@@ -97,9 +97,9 @@ class Copy:
         rows, width, lanes = _COPIES[self.shape, self.multicast]
         words = self._source().gather(shared)
         if self.source:
-            taken, unpack = _PACKED[self.source]
+            taken, unpack, shift = _PACKED[self.source]
             packed = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)[:, :taken]
-            words = unpack(packed).reshape(rows, width).view(np.uint32)
+            words = (unpack(packed) << shift).reshape(rows, width).view(np.uint32)
         column = self.address & 0x1FF
         for copies in zip(*(lanes(i) for i in range(rows)), strict=True):
             tmem[np.array(copies), column : column + width // 4] = words
