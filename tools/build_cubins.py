@@ -1,7 +1,7 @@
 """Compiles the kernels of known models' layers into the package padless-cubins.
 
-    python tools/build_cubins.py OUT            all models of `padless bench layer`, Hopper and the Blackwell family
-    python tools/build_cubins.py OUT --model Qwen3-30B --arch sm_90a
+    python tools/build_cubins.py OUT            all models of `padless bench decoding`, Hopper and the Blackwell family
+    python tools/build_cubins.py OUT --model Qwen3-30B --format FP8_BLOCK --arch sm_90a
     python tools/build_cubins.py OUT --passes   adds the Triton kernels that another version of Triton compiles
     pip wheel --no-deps -w dist OUT             the wheel
 
@@ -23,22 +23,58 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import triton
 
 import padless
-from padless.bench.cases.problems.layer import MODELS
-from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.moe import moe, ops
+from padless.bench.cases.problems.decoding import GPT_OSS, MODELS
+from padless.formats import (
+    FORMAT_BY_NAME,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+    ceil_div,
+)
+from padless.layouts import _with_kernel_scales
+from padless.moe import Router, choosing, moe, ops, topk
 from padless.quantization.triton import casts, compiled, launches
 from padless.runtime import jit, shipped
 from padless.runtime.choices import BackendName
 from padless.testing.compile_ahead import Gpu, Rehearsal, kernels_of
-from padless.testing.processes import worker_pool
+from padless.testing.processes import cpus, worker_pool
 
 # What is compiled, and the GPUs that are rehearsed for it: H100 SXM and H200, H100 PCIe, H20; B200 and B300.
 GPUS = {"sm_90a": [("sm_90a", 132), ("sm_90a", 114), ("sm_90a", 78)], "sm_100f": [("sm_100a", 148)]}
 BACKENDS: dict[str, BackendName] = {"sm_90a": "emulator", "sm_100a": "emulator:sm_100a"}
 CAPABILITIES = {"sm_90a": [90], "sm_100f": [100, 103]}  # Triton knows no families
 ROUTINGS = [(torch.int32, torch.float32), (torch.int64, torch.bfloat16)]  # no kernel depends on both
+# What a model's weights are published in or are quantized to when they are loaded.
+FORMATS = ("FP8_BLOCK", "MXFP8", "NVFP4", "MXFP4")
+
+
+def formats_of(model: str) -> tuple[str, ...]:
+    """gpt-oss has its own, which no other model has."""
+    own = MODELS[model][-1]
+    return (own,) if own == MXFP4.name else FORMATS[:-1]
+
+
+class Routes(NamedTuple):
+    """Experts that a router chooses from, those of other GPUs too; its rule; whether it has a correction bias."""
+
+    experts: int
+    router: Router
+    corrected: bool = False
+
+
+# Routers that are no plain softmax over a layer's own experts.
+ROUTES = {
+    "DeepSeek-V3 / 8": Routes(256, Router(8, "sigmoid", True, 2.5, 8, 4), corrected=True),
+    "Kimi-K2 / 8": Routes(384, Router(8, "sigmoid", True, 2.827), corrected=True),
+    "GLM-4.5-Air": Routes(128, Router(8, "sigmoid"), corrected=True),
+    "OLMoE": Routes(64, Router(8, renormalize=False)),
+}
 
 Images = dict[str, tuple[bytes, dict[str, Any]]]
 
@@ -61,10 +97,29 @@ class Asked(NamedTuple):
     passes: dict[str, Pass]
 
 
-def weights(experts: int, n: int, k: int) -> BlockScaledTensor:
-    """FP8_BLOCK weights (experts, n, k) whose codes are never read."""
-    codes = torch.empty(experts, n, k, dtype=torch.float8_e4m3fn)
-    return BlockScaledTensor(codes, torch.ones(experts, ceil_div(n, 128), ceil_div(k, 128)), FP8_BLOCK)
+def weights(experts: int, n: int, k: int, format: BlockScaledFormat = FP8_BLOCK) -> BlockScaledTensor:
+    """Weights (experts, n, k) as `padless.quantize` and the plug-ins hold them, whose codes are never read."""
+    codes = torch.empty(experts, n, k // format.codes_per_byte, dtype=format.data_dtype)
+    if format is FP8_BLOCK:
+        return BlockScaledTensor(codes, torch.ones(experts, ceil_div(n, 128), ceil_div(k, 128)), format)
+    scale = torch.empty(experts, n, ceil_div(k, format.block_k), dtype=format.scale_dtype)
+    decode = torch.ones(experts) if format is NVFP4 else None
+    return _with_kernel_scales(BlockScaledTensor(codes, scale, format, decode))
+
+
+def options_of(format: BlockScaledFormat, arch: str) -> dict[str, Any]:
+    """What the plug-ins give `moe` besides operands: the format of activations; gpt-oss' gate."""
+    found: dict[str, Any] = {"backend": BACKENDS[arch]}
+    if format in (MXFP4, NVFP4):
+        found["activations"] = torch.bfloat16 if arch == "sm_90a" else MXFP8 if format is MXFP4 else NVFP4
+    if format is MXFP4:
+        found |= {"gate_up": GPT_OSS.gate_up, "alpha": GPT_OSS.alpha, "limit": GPT_OSS.limit, "up_offset": 1.0}
+    return found
+
+
+def rows_unread(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """In the place of x.index_select(0, index): no bytes are copied, by an index that no pass has written."""
+    return x.new_empty(index.shape[0], *x.shape[1:])
 
 
 @contextmanager
@@ -84,9 +139,11 @@ def passes_listed() -> Iterator[dict[str, Pass]]:
 
     with (
         mock.patch.object(ops, "runs_triton", return_value=True),
+        mock.patch.object(choosing, "runs_triton", return_value=True),
         mock.patch.object(casts, "casts_in_hardware", return_value=True),
         mock.patch.object(launches, "is_programmatic", return_value=True),
         mock.patch.object(launches, "_launch", listed),
+        mock.patch.object(torch.Tensor, "index_select", rows_unread),
     ):
         yield found
 
@@ -103,23 +160,28 @@ def rehearsed(most: int) -> list[int]:
     return sorted({t for t in (*range(1, 65), *larger) if t <= most})
 
 
-def asked_of_model(model: str, gpu: Gpu, tokens: int) -> Asked:
+def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK") -> Asked:
     """What the model's layer asks for with up to so many tokens. RuntimeError where a rehearsal failed."""
-    experts, top_k, hidden, intermediate = MODELS[model]
-    w13, w2 = weights(experts, 2 * intermediate, hidden), weights(experts, hidden, intermediate)
-    asked = Asked({}, {})
-    for t in rehearsed(tokens):
+    experts, top_k, hidden, intermediate, _ = MODELS[model]
+    kind = FORMAT_BY_NAME[format]
+    w13, w2 = weights(experts, 2 * intermediate, hidden, kind), weights(experts, hidden, intermediate, kind)
+    options = options_of(kind, gpu.arch)
+    if kind is MXFP4:
+        options |= {"bias13": torch.zeros(experts, 2 * intermediate), "bias2": torch.zeros(experts, hidden)}
+    chosen_from, router, corrected = ROUTES.get(model, Routes(experts, Router(top_k)))
+    correction = torch.zeros(chosen_from) if corrected else None
+
+    def first_call(t: int, of_ids: torch.dtype, of_shares: torch.dtype) -> None:
         x = torch.empty(t, hidden, dtype=torch.bfloat16)
-        for of_ids, of_shares in ROUTINGS:
-            ids, shares = torch.zeros(t, top_k, dtype=of_ids), torch.ones(t, top_k, dtype=of_shares)
-            call = partial(moe, x, ids, shares, w13, w2, backend=BACKENDS[gpu.arch])
-            with passes_listed() as passes:
-                kernels, problems = kernels_of([Rehearsal(call)], gpu)
-            if problems:
-                raise RuntimeError(f"{model}, {t} tokens, {gpu}: {problems[0]}")
-            asked.kernels.update(dict.fromkeys(kernels))
-            asked.passes.update(passes)
-    return asked
+        moe(x, torch.zeros(t, top_k, dtype=of_ids), torch.ones(t, top_k, dtype=of_shares), w13, w2, **options)
+        topk(torch.zeros(t, chosen_from, dtype=of_shares), router, correction)
+
+    calls = [Rehearsal(partial(first_call, t, *routing)) for t in rehearsed(tokens) for routing in ROUTINGS]
+    with passes_listed() as passes:
+        kernels, problems = kernels_of(calls, gpu)
+    if problems:
+        raise RuntimeError(f"{model}, {format}, {gpu}: {problems[0]}")
+    return Asked(dict.fromkeys(kernels), passes)
 
 
 def image_of(kernel: jit.Kernel) -> Images:
@@ -149,20 +211,30 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", action="append", choices=list(MODELS))
+    parser.add_argument("--format", action="append", choices=FORMATS)
     parser.add_argument("--arch", action="append", choices=list(GPUS))
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--passes", action="store_true", help="only Triton's kernels, into a package that is there")
     chosen = parser.parse_args(arguments)
     kernels: dict[jit.Kernel, None] = {}
     passes: dict[str, tuple[Pass, int]] = {}
-    for arch in chosen.arch or GPUS:
-        for model in chosen.model or MODELS:
-            for gpu in GPUS[arch]:
-                asked = asked_of_model(model, Gpu(*gpu), chosen.tokens)
-                kernels |= dict.fromkeys(kernel._replace(arch=arch) for kernel in asked.kernels)
-                for capability in CAPABILITIES[arch]:
-                    passes |= {f"{capability} {name}": (one, capability) for name, one in asked.passes.items()}
-    images = build(chosen.out, () if chosen.passes else kernels, passes.values())
+    with worker_pool(cpus()) as pool:  # this process only waits
+        rehearsals = [
+            (arch, pool.submit(asked_of_model, model, Gpu(*gpu), chosen.tokens, format))
+            for arch in chosen.arch or GPUS
+            for model in chosen.model or MODELS
+            for format in formats_of(model)
+            if format in (chosen.format or FORMATS)
+            for gpu in GPUS[arch]
+        ]
+        for arch, waited in rehearsals:
+            asked = waited.result()
+            kernels |= dict.fromkeys(kernel._replace(arch=arch) for kernel in asked.kernels)
+            for capability in CAPABILITIES[arch]:
+                passes |= {f"{capability} {name}": (one, capability) for name, one in asked.passes.items()}
+        wanted = () if chosen.passes else kernels
+        print(f"{len(wanted)} kernels and {len(passes)} of Triton {triton.__version__} to compile", flush=True)
+        images = build(chosen.out, wanted, passes.values())
     size = sum(len(image) for image, _ in images.values())
     print(f"{len(images)} kernels, {size / 1e6:.1f} MB, in {chosen.out}")
 

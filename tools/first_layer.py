@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         if cubins is None:
             cubins, start = Path(work) / "cubins", time.perf_counter()
             build = [sys.executable, str(ROOT / "tools" / "build_cubins.py"), str(cubins), "--model", "Qwen3-30B"]
-            build += ["--arch", "sm_90a", "--tokens", str(max(given.tokens))]
+            build += ["--format", "FP8_BLOCK", "--arch", "sm_90a", "--tokens", str(max(given.tokens))]
             subprocess.run(build, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, check=True)
             built_s = round(time.perf_counter() - start, 1)
         found: list[dict[str, Any]] = []

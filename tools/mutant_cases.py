@@ -189,7 +189,7 @@ def swiglu_backward(device: EmulatedDriver) -> object:
 
 
 SWIGLU = padless.Epilogue(
-    alpha=True, bias=True, prob=True, activation="swiglu_concatenated", row_format=MXFP8, scale_rule="rceil"
+    alpha=True, bias=True, prob=True, activation="swiglu", gate_up="concatenated", row_format=MXFP8, scale_rule="rceil"
 )
 BOTH = padless.Epilogue(alpha=True, prob=True, amax=True, row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
 FP8_ROWS = padless.Epilogue(alpha=True, prob=True, d_dtype=torch.bfloat16, row_format=FP8_BLOCK)

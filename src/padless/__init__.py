@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from padless._version import __version__ as __version__
+from padless.deprecation import LEAVING as _LEAVING
+from padless.deprecation import warn_of as _warn_of
 
 if TYPE_CHECKING:
     from padless import autograd as autograd
@@ -19,15 +21,12 @@ if TYPE_CHECKING:
     from padless.epilogue import Epilogue, EpilogueTensors, GateRule
     from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockScaledFormat, BlockScaledTensor
     from padless.kernels.sm90_bf16.config import Sm90Bf16Config
-    from padless.kernels.sm90_bf16.config import Sm90Bf16Config as Bf16GemmConfig
     from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
     from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
     from padless.kernels.sm90_fp8.config import Sm90Fp8Config
-    from padless.kernels.sm90_fp8.config import Sm90Fp8Config as GemmConfig
     from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
     from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
     from padless.kernels.sm100_dense.config import Sm100DenseConfig
-    from padless.kernels.sm100_dense.config import Sm100DenseConfig as Mxfp8GemmConfig
     from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
     from padless.layouts import GroupedColumns
     from padless.ops.grouped_gemm import gemm, group_offsets, grouped_gemm
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["FP8_BLOCK", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4", "BlockScaledFormat", "BlockScaledTensor"]
 __all__ += ["Epilogue", "EpilogueTensors", "GateRule", "GroupedColumns", "GroupedGemmQuant", "QuantOutputs", "backends"]
 __all__ += ["Bf16PlainConfig", "Bf16WgradConfig", "Sm90Bf16Config", "Sm90Fp8Config", "Sm90Mxfp8Config", "WgradConfig"]
-__all__ += ["Bf16GemmConfig", "GemmConfig", "Mxfp8GemmConfig", "Sm100DenseConfig", "Sm100GroupedConfig"]
+__all__ += ["Sm100DenseConfig", "Sm100GroupedConfig"]
 __all__ += ["gemm", "group_offsets", "grouped_gemm", "grouped_gemm_epilogue", "grouped_gemm_list"]
 __all__ += ["grouped_gemm_quant", "grouped_gemm_swiglu_quant", "grouped_gemm_wgrad", "scaled_grouped_mm"]
 __all__ += ["dequantize", "quantize", "quantize_rows_columns", "quantize_weight_both", "swiglu_backward_quantize"]
@@ -78,9 +77,6 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 # Packages whose names are public: padless.moe.moe, padless.distributed.ExpertParallel, ..
 _PACKAGES = ("autograd", "distributed", "moe", "nn")
 
-# Earlier names of configurations.
-_ALIASES = {"Bf16GemmConfig": "Sm90Bf16Config", "GemmConfig": "Sm90Fp8Config", "Mxfp8GemmConfig": "Sm100DenseConfig"}
-
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_PACKAGES})
@@ -92,9 +88,12 @@ if not TYPE_CHECKING:  # a type checker knows the names from above, and refuses 
         """Imports a public name at its first use, so that ``padless --help`` does not wait for torch."""
         if name in _PACKAGES:
             return import_module(f"{__name__}.{name}")
-        home = _HOMES.get(_ALIASES.get(name, name))
+        if (leaving := _LEAVING.get(f"padless.{name}")) is not None:
+            _warn_of(f"padless.{name}")
+            return __getattr__(leaving.new.removeprefix("padless."))
+        home = _HOMES.get(name)
         if home is None:
             raise AttributeError(f"module 'padless' has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{home}"), _ALIASES.get(name, name))
+        value = getattr(import_module(f"{__name__}.{home}"), name)
         globals()[name] = value
         return value

@@ -80,6 +80,7 @@ from dataclasses import dataclass, field
 import torch
 
 from padless.arguments import check_flag, check_number, is_one_of
+from padless.deprecation import warn_of
 from padless.formats import (
     FP8_BLOCK,
     MXFP4,
@@ -98,7 +99,7 @@ from padless.layouts import blocked_groups_rows
 # kernels/device/activation.cuh, and of its twin in reference/activation.py.
 ACTIVATIONS = {"swiglu": True}
 GATE_UP = ("interleaved", "concatenated", "alternating")
-_IN_ONE_WORD = {f"swiglu_{order}": order for order in GATE_UP}  # kind and order, as they were given before
+_IN_ONE_WORD = {f"swiglu_{order}": order for order in GATE_UP}  # kind and order: leaves
 BIAS_RULES = ("gated_sum", "gated_bias")
 MX_FORMATS = (MXFP8, MXFP8_E5M2, MXFP4)
 ROW_FORMATS = (FP8_BLOCK, *MX_FORMATS, NVFP4)
@@ -150,8 +151,7 @@ class Epilogue:
         bias_rule: "gated_sum", (acc * alpha + bias) * prob, or "gated_bias", acc * alpha + bias * prob. The same
             without prob. "gated_bias" is what cuDNN's GEMM + Quant kernel computes, to the bit of float32 sums that
             are equal (`grouped_gemm_quant.py` of its frontend 1.32), and has no activation.
-        activation: "none" or a name of ACTIVATIONS. Of one with a gate N_out = N / 2. "swiglu_" and an order, as in
-            "swiglu_interleaved", is taken for "swiglu" with that gate_up.
+        activation: "none" or a name of ACTIVATIONS. Of one with a gate N_out = N / 2.
         gate_up: which columns are gate and which are up: "interleaved", 32 of gate, 32 of up, 32 of gate, ..;
             "concatenated", gate in the first N / 2 and up in the others; "alternating", one of gate, one of up, ...
             Without a gate it has no effect.
@@ -195,6 +195,7 @@ class Epilogue:
             check_flag(f"Epilogue.{name}", getattr(self, name))
         row, column = self.row_format, self.column_format
         if is_one_of(self.activation, tuple(_IN_ONE_WORD)):
+            warn_of(f'Epilogue(activation="{self.activation}")')
             object.__setattr__(self, "gate_up", _IN_ONE_WORD[self.activation])
             object.__setattr__(self, "activation", "swiglu")
         names = ("none", *ACTIVATIONS)

@@ -163,7 +163,7 @@ def test_outputs_that_do_not_fit_are_refused() -> None:
         {"d_dtype": torch.bfloat16},
         {"d_dtype": None},
         {"row_format": None},
-        {"activation": "swiglu_interleaved"},
+        {"activation": "swiglu", "gate_up": "interleaved"},
     ):
         check_groups(4096, Epilogue(**{**vars(everything), **fits}))
     message = r"^b has 1025 groups, .* allowed: at most 1024 groups, d of 16 bits, or codes along one of the two$"

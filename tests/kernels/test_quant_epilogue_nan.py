@@ -48,7 +48,12 @@ NV = Epilogue(row_format=NVFP4, scale_rule="te", amax=True)
 AMAX = Epilogue(amax=True)
 COLUMNS = dataclasses.replace(FP8, row_format=None, d_dtype=None)
 SWAPPED = Epilogue(
-    row_format=FP8_BLOCK, column_format=FP8_BLOCK, amax=True, activation="swiglu_interleaved", d_dtype=torch.float32
+    row_format=FP8_BLOCK,
+    column_format=FP8_BLOCK,
+    amax=True,
+    activation="swiglu",
+    gate_up="interleaved",
+    d_dtype=torch.float32,
 )
 
 

@@ -53,17 +53,17 @@ def scalar_d(acc, alpha, bias, prob, rule: str, up=None, up_bias=None):  # type:
 
 
 @pytest.mark.parametrize(
-    ("rule", "activation"),
+    ("rule", "activation", "order"),
     [
-        ("gated_sum", "none"),
-        ("gated_bias", "none"),
-        ("gated_sum", "swiglu_concatenated"),
-        ("gated_sum", "swiglu_interleaved"),
+        ("gated_sum", "none", "concatenated"),
+        ("gated_bias", "none", "concatenated"),
+        ("gated_sum", "swiglu", "concatenated"),
+        ("gated_sum", "swiglu", "interleaved"),
     ],
 )
-def test_d_is_the_stated_operations_in_the_stated_order(rule: str, activation: str) -> None:
+def test_d_is_the_stated_operations_in_the_stated_order(rule: str, activation: str, order: str) -> None:
     m, n, sizes = 9, 128, [4, 0, 5]
-    epilogue = Epilogue(alpha=True, bias=True, prob=True, bias_rule=rule, activation=activation, d_dtype=torch.float32)
+    epilogue = Epilogue(True, True, True, rule, activation, gate_up=order, d_dtype=torch.float32)
     acc, numbers = torch.randn(m, n), numbers_for(m, n, 3)
     t = poisoned(epilogue, m, n, 3, **numbers)
     epilogue_reference(acc, group_offsets(sizes), epilogue, t)
@@ -73,8 +73,8 @@ def test_d_is_the_stated_operations_in_the_stated_order(rule: str, activation: s
         if activation == "none":
             wanted = scalar_d(a[row, column], al[g], bi[g, column], pr[row], rule)
         else:
-            gate = column if activation == "swiglu_concatenated" else column // 32 * 64 + column % 32
-            up = gate + (n // 2 if activation == "swiglu_concatenated" else 32)
+            gate = column if order == "concatenated" else column // 32 * 64 + column % 32
+            up = gate + (n // 2 if order == "concatenated" else 32)
             wanted = scalar_d(a[row, gate], al[g], bi[g, gate], pr[row], rule, a[row, up], bi[g, up])
         got = t.d[row, column].numpy()
         assert got.tobytes() == wanted.tobytes(), (row, column, got, wanted)
@@ -327,7 +327,7 @@ GOOD = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
         ("activation", {"activation": "gelu"}),
         ("gate_up", {"gate_up": "halves"}),
         ("bias_rule", {"bias_rule": "both"}),
-        ("bias_rule", {"bias_rule": "gated_bias", "activation": "swiglu_concatenated"}),
+        ("bias_rule", {"bias_rule": "gated_bias", "activation": "swiglu", "gate_up": "concatenated"}),
         ("d_dtype", {"d_dtype": torch.float8_e4m3fn}),
         ("row_format", {"row_format": "MXFP8"}),
         ("column_format", {"column_format": MXFP4, "row_format": MXFP4}),
@@ -358,7 +358,7 @@ def test_every_field_reaches_the_prelude() -> None:
         "bias": False,
         "prob": False,
         "bias_rule": "gated_bias",
-        "activation": "swiglu_interleaved",
+        "activation": "swiglu",
         "amax": True,
         "d_dtype": torch.float16,
         "row_format": None,
@@ -367,7 +367,7 @@ def test_every_field_reaches_the_prelude() -> None:
         "column_layout": "blocked_groups",
         "scale_rule": "cudnn_documented",
     }
-    gated = replace(base, activation="swiglu_interleaved")
+    gated = replace(base, activation="swiglu", gate_up="interleaved")
     rules = (None, GateRule(), GateRule(alpha=2.0), GateRule(limit=2.0), GateRule(up_offset=2.0))
     assert len({prelude_of(replace(gated, gate_rule=rule)) for rule in rules}) == len(rules)
     assert prelude_of(replace(gated, gate_in_bf16=True)) != prelude_of(gated)

@@ -132,7 +132,6 @@ def test_cudnns_call_is_this_one(gate_up: str | None, format: BlockScaledFormat)
         "semantics": "documented",
         "backend": BACKEND,
     }
-    activations = {None: "none", "interleaved": "swiglu_interleaved", "concatenated": "swiglu_concatenated"}
     if gate_up is None:
         theirs = padless.grouped_gemm_quant(**arguments)
     else:
@@ -142,7 +141,8 @@ def test_cudnns_call_is_this_one(gate_up: str | None, format: BlockScaledFormat)
         alpha=True,
         bias=True,
         prob=True,
-        activation=activations[gate_up],
+        activation="swiglu" if gate_up else "none",
+        gate_up=gate_up or "concatenated",
         amax=True,
         row_format=format,
         row_layout="plain_mn" if format == FP8_BLOCK else "blocked",
@@ -289,13 +289,13 @@ def test_wrong_tensors_are_refused_in_words(message: str, epilogue: Epilogue, gi
 @pytest.mark.parametrize(
     ("n", "activation", "message"),
     [
-        (96, "swiglu_interleaved", "b has N = 96; gate_up='interleaved' takes 32 columns of gate"),
+        (96, "swiglu", "b has N = 96; gate_up='interleaved' takes 32 columns of gate"),
         (72, "none", "N of the output is 72; it must be a multiple of 16 for MXFP8"),
     ],
 )
 def test_an_n_that_no_output_can_have_is_refused(n: int, activation: str, message: str) -> None:
     a, b, offs = operands(MXFP8, n)
-    epilogue = Epilogue(activation=activation, row_format=MXFP8, scale_rule="rceil")
+    epilogue = Epilogue(activation=activation, gate_up="interleaved", row_format=MXFP8, scale_rule="rceil")
     with pytest.raises(ValueError, match=message):
         padless.grouped_gemm_epilogue(a, b, offs, epilogue, backend=BACKEND)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import random
@@ -19,7 +20,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.runtime.jit import JITCallable, JITFunction  # noqa: E402
 
 import build_cubins  # noqa: E402
 from padless.moe import moe  # noqa: E402
@@ -141,7 +142,7 @@ def test_a_layers_passes_are_found_and_launched_as_by_triton(nothing_known: pyte
 @pytest.mark.parametrize("gpu", [Gpu("sm_90a", 132), Gpu("sm_100a", 148)], ids=str)
 def test_a_models_passes_are_those_of_any_number_of_tokens(gpu: Gpu) -> None:
     asked = build_cubins.asked_of_model("DeepSeek-V3 / 8", gpu, 256)
-    experts, top_k, hidden, intermediate = build_cubins.MODELS["DeepSeek-V3 / 8"]
+    experts, top_k, hidden, intermediate, _ = build_cubins.MODELS["DeepSeek-V3 / 8"]
     w13 = build_cubins.weights(experts, 2 * intermediate, hidden)
     w2 = build_cubins.weights(experts, hidden, intermediate)
     backend = build_cubins.BACKENDS[gpu.arch]
@@ -251,6 +252,25 @@ def test_a_kernel_of_other_sources_is_compiled(
     text = KERNELS.replace(old, new)
     kernel = module(tmp_path / "other", text, nothing_known).kernel
     assert found(kernel, one_shipped[1]) == (text == KERNELS)
+
+
+def test_a_name_does_not_depend_on_what_the_process_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's key of a kernel does."""
+    from padless.moe.triton.quantize_rows import _quantize_rows as kernel
+    from padless.moe.triton.topk import _topk as other
+
+    reached: list[Any] = [
+        one for one in gc.get_objects() if isinstance(one, JITCallable) and hasattr(one, "_hash_lock")
+    ]
+    names, keys = set(), set()
+    for first in (kernel, other):
+        for function in reached:
+            monkeypatch.setattr(function, "hash", None)
+        compiled.sources_of.cache_clear()
+        keys.add((first.cache_key, kernel.cache_key)[1])
+        names.add(compiled.name_of(kernel, 90, [], {}))
+    assert len(names) == 1
+    assert len(keys) == 2, "Triton's key no longer depends on the order: it can be used again"
 
 
 def test_a_damaged_image_is_compiled_with_a_warning(one_shipped: tuple[Any, list[Any]], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from support.machine_code import cuobjdump
 pytestmark = pytest.mark.kernels
 
 KERNEL = "sm90_fp8/sm90_fp8_grouped_gemm.cu"
-GLU = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK)
+GLU = Epilogue(activation="swiglu", gate_up="concatenated", row_format=FP8_BLOCK)
 CONFIGS = {
     "256x128": Sm90Fp8Config(block_m=256, cluster_n=2),
     "128x192": Sm90Fp8Config(block_n=192, raster_m=16),

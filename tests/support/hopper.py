@@ -1,4 +1,4 @@
-"""A process with a Hopper GPU that is not there: everything up to the launches happens, and they are recorded.
+"""A process with a GPU that is not there, a Hopper one: everything up to the launches happens, and they are recorded.
 
 Tensors lie in the CPU's memory and say that they are on the GPU. Triton compiles for it and is given handles; padless's
 launches end in a libcuda that records kernel, grid, stream and every byte of the arguments. Nothing is computed.
@@ -73,8 +73,10 @@ def handle_of(function: Any) -> int:
 class Gpu:
     """libcuda: the functions that a CudaDriver calls. index: the device that torch says tensors are on."""
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, quick: bool, arch: str) -> None:
         self.launched: list[Launched] = []
+        self.arch = arch
+        self.capability = int(arch.removeprefix("sm_").rstrip("a"))
         self.by_triton = 0
         self.index, self.stream = 0, STREAM
         self._sizes: dict[int, list[int]] = {}
@@ -163,23 +165,23 @@ class _Triton:
         return self.gpu.stream + device
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.gpu.capability, 32)
 
 
 _TRITON = _Triton()
 
 
 @contextmanager
-def pretended(quick: bool = False) -> Iterator[Gpu]:
-    """A Hopper GPU inside. quick: launches are not recorded, for timing what is in front of them."""
+def pretended(quick: bool = False, arch: str = "sm_90a", num_sms: int = 132) -> Iterator[Gpu]:
+    """A GPU inside. quick: launches are not recorded, for timing what is in front of them."""
     forget_devices()
     launch.load_kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        gpu = Gpu(quick)
+        gpu = Gpu(quick, arch)
 
         def start(me: CudaDriver, device: int = 0, programmatic: bool = True) -> None:
             me._device, me.programmatic, me._cuda, me._contexts, me._resident = device, programmatic, gpu, {}, set()
-            vars(me)["arch"] = "sm_90a"
+            vars(me)["arch"] = arch
 
         def load(me: CudaDriver, kernel: Any, device: int) -> ctypes.c_void_p:
             return ctypes.c_void_p(handle_of((kernel, device)))
@@ -193,7 +195,7 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
 
         pack = CudaLaunch.__init__
         patch.setattr(CudaDriver, "__init__", start)
-        patch.setattr(CudaDriver, "num_sms", lambda me, device: 132)
+        patch.setattr(CudaDriver, "num_sms", lambda me, device: num_sms)
         patch.setattr(CudaDriver, "load", load)
         patch.setattr(CudaDriver, "encode", lambda me, spec: gpu.encode(me, spec))
         patch.setattr(CudaLaunch, "__init__", packed)
@@ -209,7 +211,8 @@ def pretended(quick: bool = False) -> Iterator[Gpu]:
             patch.setattr(moe_decode, name, {})
         answers = {
             "is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: gpu.index,
-            "get_device_capability": lambda device=None: (9, 0), "get_device_name": lambda device=None: "Pretended",
+            "get_device_capability": lambda device=None: divmod(gpu.capability, 10),
+            "get_device_name": lambda device=None: "Pretended",
             "is_current_stream_capturing": lambda: False,
             "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
         }  # fmt: skip

@@ -16,8 +16,8 @@ ONE, WIDE = C(), C(mma_n=256)
 PAIR = C(cta_group=2, mma_n=256)
 NARROW_PAIR = C(cta_group=2)
 TWO_PAIRS = C(cta_group=2, mma_n=256, multicast=2)
-INTERLEAVED = {"activation": "swiglu_interleaved", "d_dtype": torch.float32}
-CONCATENATED = {"activation": "swiglu_concatenated", "d_dtype": torch.float32}
+INTERLEAVED = {"activation": "swiglu", "gate_up": "interleaved", "d_dtype": torch.float32}
+CONCATENATED = {"activation": "swiglu", "gate_up": "concatenated", "d_dtype": torch.float32}
 TILED = ("blocked_groups", "blocked")
 
 

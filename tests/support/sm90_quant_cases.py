@@ -161,10 +161,17 @@ EPILOGUES: dict[str, Epilogue] = {
 _VALUES = {"d_dtype": torch.float32}  # what glu_of_own_values judges
 GLU_EPILOGUES: dict[str, Epilogue] = {
     "interleaved, NVFP4 rows": Epilogue(
-        activation="swiglu_interleaved", row_format=NVFP4, row_layout="blocked", scale_rule="te", **ALL, **_VALUES
+        activation="swiglu",
+        gate_up="interleaved",
+        row_format=NVFP4,
+        row_layout="blocked",
+        scale_rule="te",
+        **ALL,
+        **_VALUES,
     ),
     "interleaved, MXFP8 rows and columns": Epilogue(
-        activation="swiglu_interleaved",
+        activation="swiglu",
+        gate_up="interleaved",
         row_format=MXFP8,
         row_layout="blocked_groups",
         column_format=MXFP8,
@@ -174,13 +181,19 @@ GLU_EPILOGUES: dict[str, Epilogue] = {
         **_VALUES,
     ),
     "concatenated, MXFP8 rows and columns": Epilogue(
-        activation="swiglu_concatenated", row_format=MXFP8, column_format=MXFP8, scale_rule="rceil", **ALL, **_VALUES
+        activation="swiglu",
+        gate_up="concatenated",
+        row_format=MXFP8,
+        column_format=MXFP8,
+        scale_rule="rceil",
+        **ALL,
+        **_VALUES,
     ),
     "concatenated, MXFP4 rows": Epilogue(
-        activation="swiglu_concatenated", row_format=MXFP4, scale_rule="rceil", amax=True, **_VALUES
+        activation="swiglu", gate_up="concatenated", row_format=MXFP4, scale_rule="rceil", amax=True, **_VALUES
     ),
     "concatenated, FP8_BLOCK columns": Epilogue(
-        activation="swiglu_concatenated", column_format=FP8_BLOCK, prob=True, **_VALUES
+        activation="swiglu", gate_up="concatenated", column_format=FP8_BLOCK, prob=True, **_VALUES
     ),
 }
 

@@ -88,20 +88,21 @@ def test_random_problems(seed: int) -> None:
     sizes = tuple(draw(0, 1, number(1, 40), number(1, 140), number(100, 300)) for _ in range(number(1, 6)))
     row = draw(None, MXFP8, MXFP8_E5M2, MXFP4, NVFP4, FP8_BLOCK)
     column = draw(None, row) if row in (MXFP8, MXFP8_E5M2, FP8_BLOCK) else draw(None, MXFP8) if row is None else None
-    activation = draw("none", "none", "swiglu_interleaved", "swiglu_concatenated")
+    gate_up = draw("none", "none", "interleaved", "concatenated")
     flags = {name: bool(number(0, 2)) for name in ALL}
-    d_dtype = torch.float32 if activation != "none" else draw(None, torch.bfloat16, torch.float16)
+    d_dtype = torch.float32 if gate_up != "none" else draw(None, torch.bfloat16, torch.float16)
     if row is None and column is None and d_dtype is None:
         flags["amax"] = True
     layout = "plain" if row == FP8_BLOCK else draw("plain", "blocked", "blocked_groups")
+    glu = {} if gate_up == "none" else {"activation": "swiglu", "gate_up": gate_up}
     what = epilogue(
-        row, column, draw("rceil", "floor", "cudnn", "cudnn_documented"), activation=activation, d_dtype=d_dtype,
+        row, column, draw("rceil", "floor", "cudnn", "cudnn_documented"), d_dtype=d_dtype, **glu,
         row_layout=layout, column_layout=layout, **flags,
     )  # fmt: skip
-    wide = activation == "swiglu_concatenated" or (activation != "none" and row == FP8_BLOCK)
+    wide = gate_up == "concatenated" or (gate_up != "none" and row == FP8_BLOCK)
     mma_n = 256 if wide or bool(number(0, 2)) else 128
     config = draw(None, C(cta_group=number(1, 3), mma_n=mma_n, multicast=draw(1, 2), raster_m=draw(1, 8)))
-    n = 64 * number(1, 9) if activation != "none" else 32 * number(1, 18)
+    n = 64 * number(1, 9) if gate_up != "none" else 32 * number(1, 18)
     layouts = (draw("plain", "blocked", "blocked_groups"), draw("plain", "blocked"))
     problem = Problem(
         draw("MXFP8", "NVFP4", "MXFP4", "FP8_BLOCK", ("MXFP8", "MXFP4")),
@@ -255,7 +256,9 @@ COMPILED = {
     ),
     "NVFP4 rows, gate and up apart, gathered scales": (
         dataclasses.replace(WIDE, kind="NVFP4"),
-        epilogue(NVFP4, activation="swiglu_concatenated", d_dtype=torch.bfloat16, **blocked("blocked"), **ALL),
+        epilogue(
+            NVFP4, activation="swiglu", gate_up="concatenated", d_dtype=torch.bfloat16, **blocked("blocked"), **ALL
+        ),
     ),
     "rows and columns": (dataclasses.replace(PAIR, **COPIED), epilogue(MXFP8, MXFP8, **ALL)),
     "FP8_BLOCK rows and columns of a SwiGLU, gathered scales": (

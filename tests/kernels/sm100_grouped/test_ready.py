@@ -123,7 +123,9 @@ def test_the_competitions_shapes_are_ready_to_launch() -> None:
 def test_quantizing_calls_are_ready_to_launch() -> None:
     stub = Stub()
     a, b, offs = problem(MXFP8, 512, 4096, 7168, 8)
-    epilogue = Epilogue(activation="swiglu_concatenated", row_format=MXFP8, row_layout="blocked", scale_rule="rceil")
+    epilogue = Epilogue(
+        activation="swiglu", gate_up="concatenated", row_format=MXFP8, row_layout="blocked", scale_rule="rceil"
+    )
     codes = torch.empty((4096, 2048), dtype=torch.uint8)
     scale = torch.empty(blocked_size(4096, 64), dtype=torch.uint8)
     tensors = EpilogueTensors(row_codes=codes, row_scale=scale)

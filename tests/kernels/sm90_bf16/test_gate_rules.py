@@ -29,7 +29,7 @@ RULES = {
     "alpha": GateRule(alpha=0.3),
     "offset": GateRule(up_offset=-2),
 }
-VALUES = {"d_dtype": torch.float32, "activation": "swiglu_alternating"}
+VALUES = {"d_dtype": torch.float32, "activation": "swiglu", "gate_up": "alternating"}
 # By outputs: what gpt-oss' layers store (bf16, or FP8_BLOCK rows), and everything else that a row or column can be.
 ALTERNATING = {
     "values": Epilogue(**VALUES),  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ FP4 = ("NVFP4", "NVFP4")
 # A tile of 128 columns and a tail; 128 of K and a tail.
 COLUMNS, DEPTH = 160, 160
 GLU_FP8_ROWS = Epilogue(
-    activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32, prob=True, amax=True
+    activation="swiglu", gate_up="concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32, prob=True, amax=True
 )
 EVERY_GLU = GLU_EPILOGUES | {"concatenated, FP8_BLOCK rows": GLU_FP8_ROWS}
 # By what decides the stores' shape: m64s of a warpgroup, warpgroups, tokens.

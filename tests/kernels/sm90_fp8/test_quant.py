@@ -118,12 +118,21 @@ def test_one_byte_scales(epilogue: Epilogue, config: Sm90Fp8Config | None) -> No
 
 
 GLU_CASES: list[tuple[Epilogue, Sm90Fp8Config | None, int]] = [
-    (Epilogue(activation="swiglu_interleaved", row_format=FP8_BLOCK, row_layout="plain_mn", **ALL), None, 320),
-    (Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, column_format=FP8_BLOCK, **ALL), WIDE, 384),
-    (Epilogue(activation="swiglu_concatenated", column_format=FP8_BLOCK, prob=True), None, 384),
+    (
+        Epilogue(activation="swiglu", gate_up="interleaved", row_format=FP8_BLOCK, row_layout="plain_mn", **ALL),
+        None,
+        320,
+    ),
+    (
+        Epilogue(activation="swiglu", gate_up="concatenated", row_format=FP8_BLOCK, column_format=FP8_BLOCK, **ALL),
+        WIDE,
+        384,
+    ),
+    (Epilogue(activation="swiglu", gate_up="concatenated", column_format=FP8_BLOCK, prob=True), None, 384),
     (
         Epilogue(
-            activation="swiglu_interleaved",
+            activation="swiglu",
+            gate_up="interleaved",
             row_format=MXFP8,
             row_layout="blocked_groups",
             column_format=MXFP8,
@@ -134,11 +143,18 @@ GLU_CASES: list[tuple[Epilogue, Sm90Fp8Config | None, int]] = [
         192,
     ),
     (
-        Epilogue(activation="swiglu_concatenated", row_format=NVFP4, row_layout="blocked", scale_rule="te", amax=True),
+        Epilogue(
+            activation="swiglu",
+            gate_up="concatenated",
+            row_format=NVFP4,
+            row_layout="blocked",
+            scale_rule="te",
+            amax=True,
+        ),
         None,
         384,
     ),
-    (Epilogue(activation="swiglu_interleaved", prob=True, amax=True), None, 192),
+    (Epilogue(activation="swiglu", gate_up="interleaved", prob=True, amax=True), None, 192),
 ]
 
 
@@ -157,7 +173,7 @@ def test_swiglu(epilogue: Epilogue, config: Sm90Fp8Config | None, n: int) -> Non
 
 @pytest.mark.parametrize("scale", [30.0, 3000.0])
 def test_swiglu_where_the_exponential_over_and_underflows(scale: float) -> None:
-    epilogue = Epilogue(activation="swiglu_interleaved", d_dtype=torch.float32, amax=True)
+    epilogue = Epilogue(activation="swiglu", gate_up="interleaved", d_dtype=torch.float32, amax=True)
     case = Case((70,), 128, seed=4, scale=scale)
     acc = case.sums(DRIVER)[:70]
     assert (acc < -89).any()
@@ -212,7 +228,8 @@ def test_no_rows_and_all_rows_in_nobody() -> None:
 def test_any_interleaving(seed: int) -> None:
     """More tiles than CTAs, warps in another order: staging, the swap between CTAs and the scratch are reused."""
     epilogue = Epilogue(
-        activation="swiglu_concatenated",
+        activation="swiglu",
+        gate_up="concatenated",
         row_format=FP8_BLOCK,
         column_format=FP8_BLOCK,
         d_dtype=torch.float32,
@@ -225,7 +242,7 @@ def test_any_interleaving(seed: int) -> None:
 
 STORE, FRAGMENT, RULES = ("device/sm90/quant_store.cuh", "device/sm90/wgmma_fragment.cuh", "device/quant_rules.cuh")
 KERNEL = Sm90Fp8Config().source
-GLU_BOTH = Epilogue(activation="swiglu_concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
+GLU_BOTH = Epilogue(activation="swiglu", gate_up="concatenated", row_format=FP8_BLOCK, d_dtype=torch.float32)
 # What is wrong: file, text, what takes its place, and the epilogue that has to show it.
 BUGS: dict[str, tuple[str, str, str, Epilogue]] = {
     "rows of the next group in the maxima": (FRAGMENT, "M64S == 1 && rows <= 8", "false", BOTH),
@@ -327,11 +344,11 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 COMPILED: list[tuple[Sm90Fp8Config, Epilogue]] = [
     (WIDE, dataclasses.replace(BOTH, **ALL)),
-    (WIDE, dataclasses.replace(BOTH, activation="swiglu_interleaved", **ALL)),
-    (WIDE, dataclasses.replace(ROWS, activation="swiglu_concatenated", **ALL)),
+    (WIDE, dataclasses.replace(BOTH, activation="swiglu", gate_up="interleaved", **ALL)),
+    (WIDE, dataclasses.replace(ROWS, activation="swiglu", gate_up="concatenated", **ALL)),
     (WIDE, Epilogue(row_format=NVFP4, row_layout="blocked_groups", scale_rule="te", **ALL)),
     (WIDE, Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="cudnn", **ALL)),
-    (PAIR, dataclasses.replace(BOTH, activation="swiglu_concatenated", **ALL)),
+    (PAIR, dataclasses.replace(BOTH, activation="swiglu", gate_up="concatenated", **ALL)),
     (Sm90Fp8Config(), dataclasses.replace(BOTH, d_dtype=torch.float32, **ALL)),
     (Sm90Fp8Config(), dataclasses.replace(ROWS)),
     (SHORT, Epilogue(row_format=MXFP4, row_layout="blocked", scale_rule="rceil", d_dtype=torch.bfloat16, **ALL)),
@@ -371,7 +388,7 @@ def test_the_tile_that_is_chosen_can_do_the_epilogue() -> None:
         (GLU_BOTH, Sm90Fp8Config(), 256, "config.cluster_n is 1; a quantising epilogue needs 2"),
         (GLU_BOTH, PAIR, 192, "N is 192; it must be a multiple of 128"),
         (
-            dataclasses.replace(GLU_BOTH, activation="swiglu_interleaved"),
+            dataclasses.replace(GLU_BOTH, activation="swiglu", gate_up="interleaved"),
             PAIR,
             96,
             "N is 96; it must be a multiple of 64",

@@ -31,7 +31,7 @@ UP_TO_TWO_M64S = (70, 5, 0, 120, 128, 3, 1)
 PLANTED_SIZES = (340, 195, 100, 40, 193, 70)
 
 BOTH = Epilogue(row_format=FP8_BLOCK, column_format=FP8_BLOCK)
-GLU = dataclasses.replace(BOTH, activation="swiglu_interleaved", d_dtype=torch.float32)
+GLU = dataclasses.replace(BOTH, activation="swiglu", gate_up="interleaved", d_dtype=torch.float32)
 RUNS_OF_32 = Epilogue(row_format=MXFP8, column_format=MXFP8, scale_rule="rceil")
 
 

@@ -31,7 +31,9 @@ from support.quant_cases import ALL
 from support.ragged import GuardedOutput
 
 TILES = [Sm90Fp8Config(block_m=m, block_n=n, few_rows=True) for m, n in itertools.product((8, 16, 32, 64), (128, 256))]
-SWIGLU = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn", activation="swiglu_concatenated", gate_in_bf16=True)
+SWIGLU = Epilogue(
+    row_format=FP8_BLOCK, row_layout="plain_mn", activation="swiglu", gate_up="concatenated", gate_in_bf16=True
+)
 DRIVER = EmulatedDriver()
 
 
@@ -82,7 +84,7 @@ EPILOGUES: dict[str, tuple[Epilogue, Sm90Fp8Config]] = {
     "SwiGLU, 16 rows, all operands": (dataclasses.replace(SWIGLU, **ALL), dataclasses.replace(WIDE, block_m=16)),
     "SwiGLU, 64 rows, bf16 too": (dataclasses.replace(SWIGLU, d_dtype=torch.bfloat16), TALL),
     "SwiGLU, 8 rows, interleaved": (
-        dataclasses.replace(SWIGLU, activation="swiglu_interleaved"), dataclasses.replace(WIDE, block_m=8),
+        dataclasses.replace(SWIGLU, activation="swiglu", gate_up="interleaved"), dataclasses.replace(WIDE, block_m=8),
     ),
     "rows": (Epilogue(row_format=FP8_BLOCK, row_layout="plain", bias=True), NARROW),
     "MXFP8 by group": (Epilogue(row_format=MXFP8, row_layout="blocked_groups", scale_rule="rceil", **ALL), NARROW),

@@ -154,7 +154,7 @@ COMPILED = [
     (Sm90Mxfp8Config(max_groups=1024), dataclasses.replace(GLU, d_dtype=torch.float32)),
     *((Sm90Mxfp8Config(), epilogue) for epilogue in (*EPILOGUES.values(), *GLU_EPILOGUES.values())),
     *((SHORT, e) for e in (*EPILOGUES.values(), *GLU_EPILOGUES.values()) if e.column_format != FP8_BLOCK),
-    (Sm90Mxfp8Config(a_e5m2=True, b_e5m2=True), dataclasses.replace(GLU, activation="swiglu_interleaved")),
+    (Sm90Mxfp8Config(a_e5m2=True, b_e5m2=True), dataclasses.replace(GLU, activation="swiglu", gate_up="interleaved")),
 ]
 
 
@@ -180,7 +180,7 @@ def test_the_compiled_kernel_spills_next_to_nothing(tile: Sm90Mxfp8Config, epilo
             "config.block_m is 64; a quantising epilogue needs 128 for FP8_BLOCK columns",
         ),
         (
-            Epilogue(activation="swiglu_interleaved", row_format=FP8_BLOCK),
+            Epilogue(activation="swiglu", gate_up="interleaved", row_format=FP8_BLOCK),
             None,
             256,
             "the row output is FP8_BLOCK, whose blocks of 128 columns are wider than a tile of a SwiGLU",

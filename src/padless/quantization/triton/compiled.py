@@ -13,6 +13,8 @@ import hashlib
 import re
 import struct
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -21,6 +23,7 @@ from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.runtime.jit import JITCallable
 
 from padless.kernels.remembered import keep
 from padless.runtime import devices, driver, jit, shipped
@@ -105,6 +108,35 @@ class Compiled:
 # --- compiled before they are installed ------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
+def sources_of(kernel: Any) -> list[tuple[str, ...]]:
+    """Names and texts of a kernel and all that it calls, and constants that they name, in a fixed order.
+
+    Triton's own key is of no use here: its library has functions that call each other in circles, and the key of what
+    calls them depends on which kernel of the process had its key made first.
+    """
+    found: dict[int, Any] = {}
+    constants: set[tuple[str, ...]] = set()
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop()
+        if id(function) in found:
+            continue
+        found[id(function)] = function
+        names, known = function.fn.__code__.co_names, function.fn.__globals__
+        values = [(name, known[name]) for name in names if name in known]
+        modules = [value for _, value in values if isinstance(value, ModuleType)]
+        while modules:  # tl.sum, and tl.extra.cuda.some_function
+            module = modules.pop()
+            inside = [(name, vars(module)[name]) for name in names if name in vars(module)]
+            modules += [value for _, value in inside if isinstance(value, ModuleType) and value is not module]
+            values += inside
+        waiting += [value for _, value in values if isinstance(value, JITCallable)]
+        constants |= {(function.__module__, n, repr(v)) for n, v in values if isinstance(v, triton.language.constexpr)}
+    texts = [(f.__module__, f.__name__, f.src, str(getattr(f, "noinline", False))) for f in found.values()]
+    return [*sorted(texts), *sorted(constants)]
+
+
 def name_of(kernel: Any, capability: int, facts: list[Any], options: dict[str, Any]) -> str:
     """Name of a compiled kernel's file, which holds the hash of everything that can change its image.
 
@@ -118,7 +150,7 @@ def name_of(kernel: Any, capability: int, facts: list[Any], options: dict[str, A
     resolved = vars(make_backend(GPUTarget("cuda", capability, 32)).parse_options(options | asked))
     parts = (
         triton.__version__,
-        kernel.cache_key,
+        sources_of(kernel),
         facts,
         sorted(options.items()),
         sorted((name, value) for name, value in resolved.items() if name != "extern_libs"),  # paths of this machine
