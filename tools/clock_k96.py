@@ -1,4 +1,4 @@
-"""What products of K = 96 would bring the grouped NVFP4 kernel on a B300, by the clock.
+"""Gain of the grouped NVFP4 kernel by products of K = 96 on a B300, by the clock.
 
     python tools/clock_k96.py            the tables of docs/timing_b300.md
     python tools/clock_k96.py --write    the same, put into the page and a record
