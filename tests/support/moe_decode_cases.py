@@ -11,6 +11,7 @@ import torch
 from padless import FP8_BLOCK, BlockScaledTensor, quantize
 from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_moe_decode import host
+from padless.kernels.sm90_moe_decode.choice import Choice, Given
 from padless.moe import decode, moe
 
 GUARD = 64  # values on either side of an output
@@ -42,6 +43,10 @@ class Tokens:
     ids: torch.Tensor
     weights: torch.Tensor
     shared: torch.Tensor | None
+
+    @property
+    def choice(self) -> Choice:
+        return Given(self.ids, self.weights)
 
 
 def draw_weights(experts: int, h: int, i: int, gate_up: str = "concatenated", seed: int = 0) -> Weights:
@@ -122,6 +127,6 @@ def scratch(words: int) -> torch.Tensor:
 
 def launch(driver: Any, weights: Weights, tokens: Tokens, out: torch.Tensor, memory: torch.Tensor) -> None:
     host.prepare(
-        driver, tokens.x, tokens.ids, tokens.weights, weights.w13, weights.w2, tokens.shared, out, memory,
+        driver, tokens.x, tokens.choice, weights.w13, weights.w2, tokens.shared, out, memory,
         interleaved=weights.gate_up == "interleaved",
     ).launch(0)  # fmt: skip

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from padless.formats import MXFP4, BlockScaledTensor
+from padless.kernels.sm90_moe_decode.choice import Given
 from padless.layouts import to_blocked
 from padless.moe.decode import moe_in_one_launch
 from padless.verify.fuzz.case import judge_case
@@ -92,7 +93,7 @@ class Decode(Layer):
         if not self.place.has_kernels:
             return super().call(t)
         out = moe_in_one_launch(
-            t.x, t.ids, t.weights, self.w13, self.w2, activation=self.activation, format=self.format,
+            t.x, Given(t.ids, t.weights), self.w13, self.w2, activation=self.activation, format=self.format,
             bias13=self.bias13, bias2=self.bias2, shared=t.shared, out_dtype=torch.bfloat16,
             backend=self.place.backend, only_if_faster=False,
         )  # fmt: skip
