@@ -110,6 +110,9 @@ class Output:
 
     def poisoned(self, tokens: int) -> torch.Tensor:
         self._all.view(torch.int16).fill_(0x7FAB)
+        return self.rows(tokens)
+
+    def rows(self, tokens: int) -> torch.Tensor:
         return self._all[GUARD : GUARD + tokens * self._h].view(tokens, self._h)
 
     def is_right(self, want: torch.Tensor) -> bool:

@@ -99,8 +99,11 @@ class ByLogits:
     @property
     def fits(self) -> bool:
         """Whether the launch can choose by them."""
-        rule = self.rule
-        return self.logits_room > 0 and (rule.num_expert_groups <= MOST_GROUPS or not self._has_groups)
+        return (
+            self.logits_room > 0
+            and (self.rule.num_expert_groups <= MOST_GROUPS or not self._has_groups)
+            and all(t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0) for t in self.tensors)
+        )
 
     @property
     def _has_groups(self) -> bool:

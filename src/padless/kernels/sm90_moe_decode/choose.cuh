@@ -21,10 +21,30 @@ __device__ __forceinline__ int place_of(int expert) {
     return expert / 128 * 4 + expert % 4;
 }
 
+__device__ __forceinline__ float of_half(uint16_t half, int type) {
+    return type == WEIGHTS_BF16 ? cvt_f32_bf16(half) : cvt_f32_f16(half);
+}
+
 __device__ __forceinline__ float load_value(const void* values, int type, int at) {
     if (type == WEIGHTS_F32) return static_cast<const float*>(values)[at];
-    const uint16_t half = static_cast<const uint16_t*>(values)[at];
-    return type == WEIGHTS_BF16 ? cvt_f32_bf16(half) : cvt_f32_f16(half);
+    return of_half(static_cast<const uint16_t*>(values)[at], type);
+}
+
+// A lane's of `experts` values, all loads under way together; where there is no expert it is another's.
+__device__ __forceinline__ void load_values(float (&x)[OF_LANE], const void* values, int type, int first,
+                                            int experts, int lane) {
+    if (type == WEIGHTS_F32) {
+        const float* from = static_cast<const float*>(values) + first;
+#pragma unroll
+        for (int n = 0; n < OF_LANE; ++n) x[n] = from[min(expert_at(n, lane), experts - 1)];
+    } else {
+        const uint16_t* from = static_cast<const uint16_t*>(values) + first;
+        uint16_t half[OF_LANE];
+#pragma unroll
+        for (int n = 0; n < OF_LANE; ++n) half[n] = from[min(expert_at(n, lane), experts - 1)];
+#pragma unroll
+        for (int n = 0; n < OF_LANE; ++n) x[n] = of_half(half[n], type);
+    }
 }
 
 // Unsigned, in the order of x, -0 as 0, NaN last.
@@ -128,30 +148,31 @@ __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token
     const int first = token * p.experts;
     float largest = 0.0f, total = 1.0f;  // of a softmax
     uint32_t rank[OF_LANE];
+    float value[OF_LANE];
+    load_values(value, p.ids, p.ids_bytes, first, p.experts, lane);
 #pragma unroll
-    for (int n = 0; n < OF_LANE; ++n) {
-        const int expert = expert_at(n, lane);
-        rank[n] = expert < p.experts ? rank_of(load_value(p.ids, p.ids_bytes, first + expert)) : ABSENT;
-    }
+    for (int n = 0; n < OF_LANE; ++n) rank[n] = expert_at(n, lane) < p.experts ? rank_of(value[n]) : ABSENT;
     if (!rule.is_sigmoid && (is_by_score || !rule.renormalizes)) {
         largest = value_of(largest_of(rank));
         float power[OF_LANE];
 #pragma unroll
         for (int n = 0; n < OF_LANE; ++n)
-            power[n] = rank[n] == ABSENT ? 0.0f : decayed(__fsub_rn(value_of(rank[n]), largest));
+            power[n] = rank[n] == ABSENT ? 0.0f : decayed(__fsub_rn(value[n], largest));
         total = sum_of_pairs(power);
     }
     if (is_by_score) {
 #pragma unroll
-        for (int n = 0; n < OF_LANE; ++n) {
-            if (rank[n] == ABSENT) continue;
-            const float logit = value_of(rank[n]);
-            float score = rule.is_sigmoid ? sigmoid_or_nan(logit)
-                                          : __fdiv_rn(decayed(__fsub_rn(logit, largest)), total);
-            if (p.weights != nullptr)
-                score = __fadd_rn(score, load_value(p.weights, p.weights_type, expert_at(n, lane)));
-            rank[n] = rank_of(score);
+        for (int n = 0; n < OF_LANE; ++n)
+            value[n] = rule.is_sigmoid ? sigmoid_or_nan(value[n])
+                                       : __fdiv_rn(decayed(__fsub_rn(value[n], largest)), total);
+        if (p.weights != nullptr) {
+            float bias[OF_LANE];
+            load_values(bias, p.weights, p.weights_type, 0, p.experts, lane);
+#pragma unroll
+            for (int n = 0; n < OF_LANE; ++n) value[n] = __fadd_rn(value[n], bias[n]);
         }
+#pragma unroll
+        for (int n = 0; n < OF_LANE; ++n) rank[n] = rank[n] == ABSENT ? ABSENT : rank_of(value[n]);
     }
     if (has_groups) keep_best_groups(rank, p, lane);
 
