@@ -27,7 +27,8 @@ import torch
 import padless
 from padless.bench.cases.problems.layer import MODELS
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
-from padless.moe import moe, ops
+from padless.moe import Router, moe, ops
+from padless.moe.decode import MOST_TOKENS
 from padless.quantization.triton import casts, compiled, launches
 from padless.runtime import jit, shipped
 from padless.runtime.choices import BackendName
@@ -110,9 +111,14 @@ def asked_of_model(model: str, gpu: Gpu, tokens: int) -> Asked:
     asked = Asked({}, {})
     for t in rehearsed(tokens):
         x = torch.empty(t, hidden, dtype=torch.bfloat16)
-        for of_ids, of_shares in ROUTINGS:
-            ids, shares = torch.zeros(t, top_k, dtype=of_ids), torch.ones(t, top_k, dtype=of_shares)
-            call = partial(moe, x, ids, shares, w13, w2, backend=BACKENDS[gpu.arch])
+        layer = partial(moe, x, w13=w13, w2=w2, backend=BACKENDS[gpu.arch])
+        calls = [
+            partial(layer, torch.zeros(t, top_k, dtype=of_ids), torch.ones(t, top_k, dtype=of_shares))
+            for of_ids, of_shares in ROUTINGS
+        ]
+        if t <= MOST_TOKENS:  # one launch may choose experts
+            calls.append(partial(layer, None, None, router_logits=torch.zeros(t, experts), router=Router(top_k)))
+        for call in calls:
             with passes_listed() as passes:
                 kernels, problems = kernels_of([Rehearsal(call)], gpu)
             if problems:

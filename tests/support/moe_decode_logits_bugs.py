@@ -19,14 +19,16 @@ def one(name: str, old: str, new: str, *, quick: bool = False) -> Bug:
 
 
 BUGS = (
-    one("the larger of equal ids of a lane", "__ffs(equals) - 1", "31 - __clz(equals)", quick=True),
+    one("the larger of equal ids of a lane", "is_first = one > first", "is_first = one >= first", quick=True),
+    one("the larger of a lane's next equal ids", "is_second = one > second", "is_second = one >= second"),
+    one("a lane's third best is not looked for", "if (__any_sync(ALL_LANES, left == 0)) find(rank);", ""),
+    one("what was taken is taken again", "taken >> n & 1 ? ABSENT : rank[n]", "rank[n]"),
     Bug(
         "the larger of equal ids of two lanes",
         (),
         ((CHOOSE, "lane) : ~0u;", "lane) : 0;"), (CHOOSE, "__reduce_min_sync", "__reduce_max_sync")),
     ),
-    one("-0 before 0", "__float_as_int(__fadd_rn(x, 0.0f))", "__float_as_int(x)"),
-    one("a NaN by its bits", "return x == x ? (bits", "return true ? (bits"),
+    one("-0 before 0, a NaN by its bits", "__float_as_int(__fadd_rn(x, 0.0f))", "__float_as_int(x)"),
     one("what a NaN chose has a weight", f"by == by ? {SCALED} : by", SCALED),
     one(
         "lanes are added in another order",
@@ -48,12 +50,16 @@ BUGS = (
     ),
     one("the exponential goes on", "x < -87.0f ? 0.0f : x == x", "x == x"),
     one("what is chosen by weighs", "sigmoid_or_nan(logit) : 0.0f;", "value_of(chosen_by) : 0.0f;"),
-    one("the bias does not choose", "if (p.weights != nullptr)", "if (false)"),
+    one("the bias does not choose", "if (p.weights != nullptr) {", "if (false) {"),
     one("a group's best alone", "__fadd_rn(value_of(first), value_of(next))", "value_of(first)"),
     one("a group's best twice", "lane == owner ? second : best", "best"),
     one("a group more", "n < p.rule.top_groups", "n <= p.rule.top_groups"),
     one("not scaled", SCALED, "weight"),
-    one("the bias of another type", "load_values(bias, p.weights, p.weights_type,", "load_values(bias, p.weights, p.ids_bytes,"),
-    one("weights of the next token", SLOT_WEIGHT, SLOT_WEIGHT.replace("token", "(token ^ 1)"), quick=True),
+    one(
+        "the bias of another type",
+        "load_values(bias, p.weights, p.weights_type,",
+        "load_values(bias, p.weights, p.ids_bytes,",
+    ),
+    one("weights of the next token", SLOT_WEIGHT, SLOT_WEIGHT.replace("token", "(token ^ (p.tokens > 1))"), quick=True),
     one("logits of the token before weigh", "first + id)", "max(0, first - p.experts) + id)"),
 )

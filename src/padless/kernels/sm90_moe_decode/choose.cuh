@@ -14,13 +14,6 @@ constexpr float LEAST_SUM = 1e-20f;
 __device__ __forceinline__ int expert_at(int n, int lane) {
     return n / 4 * 128 + lane * 4 + n % 4;
 }
-__device__ __forceinline__ int lane_of(int expert) {
-    return expert / 4 % 32;
-}
-__device__ __forceinline__ int place_of(int expert) {
-    return expert / 128 * 4 + expert % 4;
-}
-
 __device__ __forceinline__ float of_half(uint16_t half, int type) {
     return type == WEIGHTS_BF16 ? cvt_f32_bf16(half) : cvt_f32_f16(half);
 }
@@ -47,10 +40,10 @@ __device__ __forceinline__ void load_values(float (&x)[OF_LANE], const void* val
     }
 }
 
-// Unsigned, in the order of x, -0 as 0, NaN last.
+// Unsigned, in the order of x, -0 as 0, NaN last: the addition makes any NaN the canonical one, 0x7FFFFFFF.
 __device__ __forceinline__ uint32_t rank_of(float x) {
     const int bits = __float_as_int(__fadd_rn(x, 0.0f));
-    return x == x ? (bits ^ (bits >> 31 & 0x7FFFFFFF)) ^ 0x80000000u : 0xFFFFFFFFu;
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)) ^ 0x80000000u;
 }
 __device__ __forceinline__ float value_of(uint32_t rank) {
     const int order = static_cast<int>(rank ^ 0x80000000u);
@@ -126,20 +119,43 @@ __device__ __forceinline__ void keep_best_groups(uint32_t (&rank)[OF_LANE], cons
         if (!(kept >> min(expert_at(n, lane) / size, 31) & 1)) rank[n] = ABSENT;
 }
 
-// Warp: the next expert, and its rank, which becomes absent.
-__device__ __forceinline__ int take_best(uint32_t (&rank)[OF_LANE], uint32_t& best, int lane) {
-    best = largest_of(rank);
-    uint32_t equals = 0;
+// The best of a token's experts, one after the other. A lane knows the two best of its own, so that its others are looked at
+// again when both are taken, which is seldom.
+struct Best {
+    uint32_t first, second, taken = 0;  // ranks; a bit for each of the lane's
+    int first_at, second_at, left;
+
+    __device__ __forceinline__ void find(const uint32_t (&rank)[OF_LANE]) {
+        first = second = ABSENT;
+        first_at = second_at = 0;
+        left = 2;
 #pragma unroll
-    for (int n = 0; n < OF_LANE; ++n) equals |= rank[n] == best ? 1u << n : 0;
-    const uint32_t mine = equals != 0 ? expert_at(__ffs(equals) - 1, lane) : ~0u;
-    const int expert = static_cast<int>(__reduce_min_sync(ALL_LANES, mine));
-    const int place = lane == lane_of(expert) ? place_of(expert) : -1;
-#pragma unroll
-    for (int n = 0; n < OF_LANE; ++n)
-        if (n == place) rank[n] = ABSENT;
-    return expert;
-}
+        for (int n = 0; n < OF_LANE; ++n) {
+            const uint32_t one = taken >> n & 1 ? ABSENT : rank[n];
+            const bool is_first = one > first, is_second = one > second;  // of equals it is the smaller id
+            second = is_first ? first : is_second ? one : second;
+            second_at = is_first ? first_at : is_second ? n : second_at;
+            first = is_first ? one : first;
+            first_at = is_first ? n : first_at;
+        }
+    }
+
+    // Warp: the next expert, and its rank.
+    __device__ __forceinline__ int take(const uint32_t (&rank)[OF_LANE], uint32_t& best, int lane) {
+        best = __reduce_max_sync(ALL_LANES, first);
+        const uint32_t mine = first == best ? expert_at(first_at, lane) : ~0u;
+        const uint32_t expert = __reduce_min_sync(ALL_LANES, mine);
+        if (mine == expert) {
+            taken |= 1u << first_at;
+            first = second;
+            first_at = second_at;
+            second = ABSENT;
+            --left;
+        }
+        if (__any_sync(ALL_LANES, left == 0)) find(rank);
+        return static_cast<int>(expert);
+    }
+};
 
 // Warp.
 __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token, int lane) {
@@ -148,8 +164,9 @@ __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token
     const int first = token * p.experts;
     float largest = 0.0f, total = 1.0f;  // of a softmax
     uint32_t rank[OF_LANE];
-    float value[OF_LANE];
+    float value[OF_LANE], bias[OF_LANE];
     load_values(value, p.ids, p.ids_bytes, first, p.experts, lane);
+    if (p.weights != nullptr) load_values(bias, p.weights, p.weights_type, 0, p.experts, lane);
 #pragma unroll
     for (int n = 0; n < OF_LANE; ++n) rank[n] = expert_at(n, lane) < p.experts ? rank_of(value[n]) : ABSENT;
     if (!rule.is_sigmoid && (is_by_score || !rule.renormalizes)) {
@@ -166,8 +183,6 @@ __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token
             value[n] = rule.is_sigmoid ? sigmoid_or_nan(value[n])
                                        : __fdiv_rn(decayed(__fsub_rn(value[n], largest)), total);
         if (p.weights != nullptr) {
-            float bias[OF_LANE];
-            load_values(bias, p.weights, p.weights_type, 0, p.experts, lane);
 #pragma unroll
             for (int n = 0; n < OF_LANE; ++n) value[n] = __fadd_rn(value[n], bias[n]);
         }
@@ -176,18 +191,21 @@ __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token
     }
     if (has_groups) keep_best_groups(rank, p, lane);
 
+    Best next;
+    next.find(rank);
     int id = 0;  // from here on a lane has the slot of its number
     uint32_t chosen_by = ABSENT;
     for (int slot = 0; slot < p.top_k; ++slot) {
         uint32_t best;
-        const int expert = take_best(rank, best, lane);
+        const int expert = next.take(rank, best, lane);
         if (lane == slot) {
             id = expert;
             chosen_by = best;
         }
     }
     const bool is_slot = lane < p.top_k;
-    const float logit = is_slot ? load_value(p.ids, p.ids_bytes, first + id) : 0.0f;
+    float logit = value_of(chosen_by);
+    if (is_by_score) logit = is_slot ? load_value(p.ids, p.ids_bytes, first + id) : 0.0f;
     float weight;
     if (rule.is_sigmoid) {
         weight = is_slot ? sigmoid_or_nan(logit) : 0.0f;

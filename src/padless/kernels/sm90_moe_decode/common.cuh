@@ -51,7 +51,10 @@ struct Rule {
     int is_sigmoid, renormalizes;
 };
 #define RULE_PARAMETERS , float scaling_factor, int groups, int top_groups, int is_sigmoid, int renormalizes
-#define RULE , {scaling_factor, groups, top_groups, is_sigmoid, renormalizes}
+#define RULE                                                         \
+    , {                                                              \
+        scaling_factor, groups, top_groups, is_sigmoid, renormalizes \
+    }
 #else
 #define RULE_PARAMETERS
 #define RULE
