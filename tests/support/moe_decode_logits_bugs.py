@@ -50,16 +50,12 @@ BUGS = (
     ),
     one("the exponential goes on", "x < -87.0f ? 0.0f : x == x", "x == x"),
     one("what is chosen by weighs", "sigmoid_or_nan(logit) : 0.0f;", "value_of(chosen_by) : 0.0f;"),
-    one("the bias does not choose", "if (p.weights != nullptr) {", "if (false) {"),
+    one("the bias does not choose", "if (biases != nullptr) {", "if (false) {"),
     one("a group's best alone", "__fadd_rn(value_of(first), value_of(next))", "value_of(first)"),
     one("a group's best twice", "lane == owner ? second : best", "best"),
     one("a group more", "n < p.rule.top_groups", "n <= p.rule.top_groups"),
     one("not scaled", SCALED, "weight"),
-    one(
-        "the bias of another type",
-        "load_values(bias, p.weights, p.weights_type,",
-        "load_values(bias, p.weights, p.ids_bytes,",
-    ),
+    one("the bias of another type", "load_values(bias, biases, bias_type,", "load_values(bias, biases, logits_type,"),
     one("weights of the next token", SLOT_WEIGHT, SLOT_WEIGHT.replace("token", "(token ^ (p.tokens > 1))"), quick=True),
     one("logits of the token before weigh", "first + id)", "max(0, first - p.experts) + id)"),
 )

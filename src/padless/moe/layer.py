@@ -230,14 +230,15 @@ def _forward(
     if x.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
-    given = given_of(choice) if isinstance(choice, ByLogits) and not choice.fits else choice
+    if not choice.fits:  # a launch of `topk` ahead
+        choice = given_of(choice)
     out = moe_in_one_launch(
-        x, given, first.weights, second.weights, activation=activation, format=format, bias13=first.bias,
+        x, choice, first.weights, second.weights, activation=activation, format=format, bias13=first.bias,
         bias2=second.bias, shared=shared, out_dtype=out_dtype, backend=first.backend,
     )  # fmt: skip
     if out is not None:
         return out
-    given = given_of(given)
+    given = given_of(choice)
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, given.ids, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)

@@ -157,16 +157,18 @@ struct Best {
     }
 };
 
-// Warp.
+// Warp: of token `token`.
 __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token, int lane) {
     const Rule& rule = p.rule;
-    const bool has_groups = rule.top_groups < rule.groups, is_by_score = p.weights != nullptr || has_groups;
+    const void *logits = p.ids, *biases = p.weights;  // they come in their places (common.cuh)
+    const int logits_type = p.ids_bytes, bias_type = p.weights_type;
+    const bool has_groups = rule.top_groups < rule.groups, is_by_score = biases != nullptr || has_groups;
     const int first = token * p.experts;
     float largest = 0.0f, total = 1.0f;  // of a softmax
     uint32_t rank[OF_LANE];
     float value[OF_LANE], bias[OF_LANE];
-    load_values(value, p.ids, p.ids_bytes, first, p.experts, lane);
-    if (p.weights != nullptr) load_values(bias, p.weights, p.weights_type, 0, p.experts, lane);
+    load_values(value, logits, logits_type, first, p.experts, lane);
+    if (biases != nullptr) load_values(bias, biases, bias_type, 0, p.experts, lane);
 #pragma unroll
     for (int n = 0; n < OF_LANE; ++n) rank[n] = expert_at(n, lane) < p.experts ? rank_of(value[n]) : ABSENT;
     if (!rule.is_sigmoid && (is_by_score || !rule.renormalizes)) {
@@ -182,7 +184,7 @@ __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token
         for (int n = 0; n < OF_LANE; ++n)
             value[n] = rule.is_sigmoid ? sigmoid_or_nan(value[n])
                                        : __fdiv_rn(decayed(__fsub_rn(value[n], largest)), total);
-        if (p.weights != nullptr) {
+        if (biases != nullptr) {
 #pragma unroll
             for (int n = 0; n < OF_LANE; ++n) value[n] = __fadd_rn(value[n], bias[n]);
         }
@@ -205,7 +207,7 @@ __device__ __forceinline__ void choose(Tables& shared, const Layer& p, int token
     }
     const bool is_slot = lane < p.top_k;
     float logit = value_of(chosen_by);
-    if (is_by_score) logit = is_slot ? load_value(p.ids, p.ids_bytes, first + id) : 0.0f;
+    if (is_by_score) logit = is_slot ? load_value(logits, logits_type, first + id) : 0.0f;
     float weight;
     if (rule.is_sigmoid) {
         weight = is_slot ? sigmoid_or_nan(logit) : 0.0f;

@@ -54,8 +54,6 @@ def rest(draw: Draw, fixed: Options) -> Options:
         "seed": draw.data_seed(),
         "properties": ["changes", "replay"] if cuda else [draw.one(("changes", "changes", "replay"))],
     }
-    if fixed["router"]:
-        found["top_k"] = min(found["top_k"], experts)
     return found if fp8 else found | {"bias13": draw.maybe(0.5), "bias2": draw.maybe(0.5)}
 
 
@@ -93,7 +91,9 @@ class Decode(Layer):
         super().__init__(o, place)
         self.rule = None
         if o["router"]:
-            self.rule = Router(o["top_k"], o["router"], renormalize=o["seed"] % 3 > 0, scaling_factor=1.5)
+            self.rule = Router(
+                min(o["top_k"], o["experts"]), o["router"], renormalize=o["seed"] % 3 > 0, scaling_factor=1.5
+            )
             shape, generator = (o["tokens"], o["experts"]), place.generator(o["seed"] + 2)
             logits = torch.randn(shape, device=place.device, generator=generator) * 2
             self.operands = replace(self.operands, weights=logits.to(DTYPES[o["weights"]]))
