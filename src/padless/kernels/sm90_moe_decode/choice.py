@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -39,9 +39,9 @@ class Given:
     ids: torch.Tensor
     weights: torch.Tensor
 
-    logits_room = 0
-    facts: tuple[object, ...] = ()
-    rule_arguments: tuple[Argument, ...] = ()
+    logits_room: ClassVar[int] = 0
+    facts: ClassVar[tuple[object, ...]] = ()
+    rule_arguments: ClassVar[tuple[Argument, ...]] = ()
 
     @property
     def sizes(self) -> tuple[int, int]:
