@@ -77,7 +77,7 @@ def lines(arch: str) -> Iterator[Options]:
     wide = {"tokens": 16, "top_k": 4, "experts": 32, "h": 512, "i": 384, "experts_seed": 16, "seed": 1600}
     yield fp8[0] | one | wide | {"most": 16, "id_dtype": "int32", "properties": properties}
     yield fp8[1] | one | wide | {"most": 16, "same": True, "shared": True, "properties": properties}
-    for seed, (kind, shape) in enumerate(((fp8[1], (2, 10, 513, 128, 128)), (fp4[1], (3, 4, 32, 160, 96)))):
+    for seed, (kind, shape) in enumerate(((fp8[1], (2, 10, 513, 256, 128)), (fp4[1], (3, 4, 32, 160, 96)))):
         sizes = dict(zip(("tokens", "top_k", "experts", "h", "i"), shape, strict=True))
         drawn = {"experts_seed": seed, "seed": seed, "properties": properties[::2], "router": SCORINGS[seed]}
         yield kind | one | sizes | drawn
