@@ -17,6 +17,8 @@ from padless.emulator.state.register_pool import registers_at_launch
 from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
 from padless.kernels.epilogue_launch import QuantConfig
+from padless.kernels.sm100_grouped import host as sm100_grouped
+from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16.config import PAIRS
 from padless.kernels.sm90_bf16_plain import host as bf16_plain
@@ -58,13 +60,15 @@ CONFIGS = {
     wgrad.KERNEL: [WgradConfig(block_m=128), WgradConfig(block_m=256)],
     bf16_plain.KERNEL: [Bf16PlainConfig(block_n=128), Bf16PlainConfig(block_n=256)],
     bf16_wgrad.KERNEL: [Bf16WgradConfig(block_n=128), Bf16WgradConfig(block_n=256)],
+    sm100_grouped.KERNEL: [Sm100GroupedConfig(kind="FP8_BLOCK", mma_n=n) for n in (128, 256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
 
 
 def complaint(kernel: str, prelude: str) -> str:
     """What is wrong with the registers that a kernel's warps ask for; empty if nothing."""
-    compiled = jit.compile_kernel(kernel, prelude, "sm_90a", "ptx")
+    arch = "sm_100a" if kernel == sm100_grouped.KERNEL else "sm_90a"
+    compiled = jit.compile_kernel(kernel, prelude, arch, "ptx")
     entry = parse(compiled.image).functions[compiled.entry]
     body = [s for s in entry.body if isinstance(s, Instruction)]
     at_launch = registers_at_launch(entry, body)
@@ -90,7 +94,7 @@ def test_what_the_warps_ask_for_fits(kernel: str, i: int) -> None:
     assert complaint(kernel, CONFIGS[kernel][i].prelude()) == ""
 
 
-def test_every_kernel_with_setmaxnreg_is_judged() -> None:
+def test_every_kernel_with_setmaxnreg_is_listed() -> None:
     using = {name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text}
     assert using == set(CONFIGS)
     assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | {wgrad.KERNEL, bf16_wgrad.KERNEL, FEW.source}
@@ -101,7 +105,7 @@ def test_eight_registers_too_many_are_seen(kernel: str, monkeypatch: pytest.Monk
     """Where a CTA has two consumer warpgroups or more; with one there is more than it can use."""
     sources = dict(jit.sources())
     sources[kernel], count = re.subn(
-        r"setmaxnreg_inc<CONSUMER_REGISTERS>", "setmaxnreg_inc<CONSUMER_REGISTERS + 8>", sources[kernel]
+        r"setmaxnreg_inc<(CONSUMER|PROMOTER)_REGISTERS>", r"setmaxnreg_inc<\1_REGISTERS + 8>", sources[kernel]
     )
     assert count > 0, "the kernel has nothing like it any more: plant another fault"
     monkeypatch.setattr(jit, "sources", lambda: sources)

@@ -138,17 +138,17 @@ def test_a_test_whose_teardown_fails_has_not_passed(repository: Path) -> None:
 
 
 def test_cases_in_turns(repository: Path) -> None:
-    """One in three with --slow-share, others for another commit; all of them without it, and with --run-slow."""
+    """One in four with --slow-share, others for another commit; all of them without it, and with --run-slow."""
     folder = repository / "tests" / "emulator" / "instructions"
     folder.mkdir(parents=True)
     (folder / "test_tcgen05.py").write_text(
         "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_planted_bug_is_found(i): pass\n"
     )
     seen: set[str] = set()
-    for _ in range(12):
+    for _ in range(60):
         commit(repository)
         outcomes, passed, text = run(repository, "--slow-share", "30", "tests")
-        assert outcomes["passed"] in (2, 3)
+        assert outcomes["passed"] in (1, 2)
         assert outcomes["passed"] + outcomes["skipped"] == 7
         assert text.count(OF_ANOTHER_TURN) == 1
         seen |= set(passed)

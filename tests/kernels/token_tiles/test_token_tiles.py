@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_left_to_triton() -> None:
     assert columns_host.fits(wide[:, 8:], offs)
     for other in (x.half(), x.float(), wide[:, :252], wide[:, 1:249], torch.zeros(20, 252, dtype=torch.bfloat16)):
         assert not columns_host.fits(other, offs)
-    assert not columns_host.fits(x, torch.zeros(1025, dtype=torch.int32))
+    assert not columns_host.fits(x, torch.zeros(4097, dtype=torch.int32))
     assert not columns_host.fits(x, torch.zeros(0, dtype=torch.int32))
     assert swiglu_host.fits(x, torch.zeros(20, 512, dtype=torch.bfloat16), offs)
     assert not swiglu_host.fits(x[:, :144], torch.zeros(20, 288, dtype=torch.bfloat16), offs)
