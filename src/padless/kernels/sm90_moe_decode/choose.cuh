@@ -119,8 +119,8 @@ __device__ __forceinline__ void keep_best_groups(uint32_t (&rank)[OF_LANE], cons
         if (!(kept >> min(expert_at(n, lane) / size, 31) & 1)) rank[n] = ABSENT;
 }
 
-// The best of a token's experts, one after the other. A lane knows the two best of its own, so that its others are looked at
-// again when both are taken, which is seldom.
+// The best of a token's experts, one after the other. A lane knows the two best that it has, and goes through the others again
+// when both are taken, which is seldom.
 struct Best {
     uint32_t first, second, taken = 0;  // ranks; a bit for each of the lane's
     int first_at, second_at, left;
