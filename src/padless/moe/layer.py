@@ -230,12 +230,12 @@ def _forward(
     if x.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
-    if not choice.fits:  # a launch of `topk` ahead
+    options = {"activation": activation, "format": format, "bias13": first.bias, "bias2": second.bias, "shared": shared}
+    how: dict[str, Any] = options | {"out_dtype": out_dtype, "backend": first.backend}
+    out = moe_in_one_launch(x, choice, first.weights, second.weights, **how)
+    if out is None and isinstance(choice, ByLogits):  # a launch of `topk` ahead
         choice = given_of(choice)
-    out = moe_in_one_launch(
-        x, choice, first.weights, second.weights, activation=activation, format=format, bias13=first.bias,
-        bias2=second.bias, shared=shared, out_dtype=out_dtype, backend=first.backend,
-    )  # fmt: skip
+        out = moe_in_one_launch(x, choice, first.weights, second.weights, **how)
     if out is not None:
         return out
     given = given_of(choice)

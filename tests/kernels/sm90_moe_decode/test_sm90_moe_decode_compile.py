@@ -54,6 +54,8 @@ def test_the_kernel_of_fp4_weights_compiles_into_what_it_should(rule: GateRule |
 def test_kernels_that_choose_experts_do_not_spill(kernel: str, room: int, tmp_path: Path) -> None:
     """In the larger of two kernels there is least shared memory left."""
     fp8 = kernel == KERNEL
+    if not fp8 and room > host_fp4.MOST_LOGITS_ROOM:
+        return  # not taken
     config = MoeDecodeConfig(16, logits_room=room) if fp8 else MoeDecodeFp4Config(None, logits_room=room)
     compiled = jit.compile_kernel(kernel, config.prelude(), "sm_90a")
     assert complaints(compiled) == []

@@ -18,6 +18,7 @@ from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
 from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode_fp4.cu"
+MOST_LOGITS_ROOM = 512  # with more the kernel spills
 _UNIT_ROWS = 16
 _UINT8 = 0  # CUtensorMapDataType
 
@@ -48,6 +49,7 @@ def takes(
         and (shared is None or shared.dtype == torch.bfloat16)
         and all(bias is None or bias.dtype == torch.float32 for bias in (bias13, bias2))
         and choice.fits
+        and choice.logits_room <= MOST_LOGITS_ROOM
         and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read if t is not None)
     )
 
