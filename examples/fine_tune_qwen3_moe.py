@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, help="3e-3 for the random model, 1e-5 for a checkpoint")
     parser.add_argument("--save", help="folder that the model is saved to")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,7 +50,8 @@ def main() -> None:
         )
         tokens = AutoTokenizer.from_pretrained(arguments.model)(text, return_tensors="pt").input_ids[0]
     set_recipe(model, arguments.recipe).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    rate = arguments.learning_rate or (3e-3 if arguments.model is None else 1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
     start = time.perf_counter()
     losses = []
