@@ -22,7 +22,6 @@ from padless.emulator.timing import B200
 
 RECORD = MEASURED / "clock" / "2026-11-24-sm100-layers.json"
 TOOLS = ("clock_sm100.py", "clock_layers.py")
-EXPERTS, LOCAL, TOP_K, H, I = 256, 32, 8, 7168, 2048  # DeepSeek-V3's layer, one of eight ranks  # noqa: E741
 SORTED_ALONE = 1024  # slots; another launch sorts more than these
 # us of a hand-written kernel and of trtllm-gen on a B200, https://github.com/flashinfer-ai/flashinfer/issues/3218
 PUBLISHED = {
@@ -31,8 +30,24 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
+class Model:
+    """An expert layer on one GPU, which has ``local`` of the ``experts`` among which each token chooses ``top_k``.
+    hidden, intermediate: H and I. activates_apart: between the products a launch of its own activates and quantizes."""
+
+    experts: int
+    local: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activates_apart: bool = False
+
+
+DEEPSEEK = Model(256, 32, 8, 7168, 2048)  # DeepSeek-V3's layer, one of eight ranks
+
+
+@dataclass(frozen=True)
 class Layer:
-    """Microseconds at the highest and at the lowest clock: of the two products without their launches, of both passes,
+    """Microseconds at the highest and at the lowest clock: of the two products without their launches, of the passes,
     and of all launches; the last is programmatic in the former, in the latter not."""
 
     products: tuple[tuple[float, float], tuple[float, float]]
@@ -46,31 +61,36 @@ class Layer:
         return fast, slow
 
 
-def sizes_of(tokens: int) -> tuple[int, ...]:
+def sizes_of(model: Model, tokens: int) -> tuple[int, ...]:
     """Rows of the rank's experts that have any: tokens choose among all experts evenly, by expectation."""
-    rows = max(round(tokens * TOP_K * LOCAL / EXPERTS), 1)
-    hit = min(max(round(LOCAL * (1 - (1 - TOP_K / EXPERTS) ** tokens)), 1), rows)
+    rows = max(round(tokens * model.top_k * model.local / model.experts), 1)
+    hit = min(max(round(model.local * (1 - (1 - model.top_k / model.experts) ** tokens)), 1), rows)
     return tuple(rows // hit + (i < rows % hit) for i in range(hit))
 
 
-def pass_us(tokens: int, fmt: str) -> float:
-    """Both passes at memory's rate: tokens are read and their codes written, rows are read and the sum written."""
-    rows, read, written = sum(sizes_of(tokens)), B200["memory_gb_per_s"], B200["memory_write_gb_per_s"]
-    codes = row_bytes_of(FORMATS[fmt][0], "activation", H)
-    return (tokens * H * 2 / read + rows * codes / written + rows * H * 2 / read + tokens * H * 2 / written) / 1e3
+def pass_us(model: Model, tokens: int, fmt: str) -> float:
+    """Passes at memory's rate: tokens are read and their codes written, rows are read and the sum written; and with an
+    activation apart the first product's rows are read and their codes written."""
+    h, i, rows, element = model.hidden, model.intermediate, sum(sizes_of(model, tokens)), FORMATS[fmt][0]
+    read = tokens * h * 2 + rows * h * 2
+    written = rows * row_bytes_of(element, "activation", h) + tokens * h * 2
+    if model.activates_apart:
+        read += rows * 2 * i * 2
+        written += rows * row_bytes_of(element, "activation", i)
+    return (read / B200["memory_gb_per_s"] + written / B200["memory_write_gb_per_s"]) / 1e3
 
 
-def layer_of(tokens: int, fmt: str) -> Layer:
+def layer_of(model: Model, tokens: int, fmt: str) -> Layer:
     """The layer's launches in a row; the first one is paid from event to event."""
     launch, row = B200["launch_ns"] / 1e3, B200["row_ns"] / 1e3
     products = []
-    for n, k in ((2 * I, H), (H, I)):
-        problem = Problem(f"{tokens} tokens", fmt, sizes_of(tokens), n, k)
+    for n, k in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
+        problem = Problem(f"{tokens} tokens", fmt, sizes_of(model, tokens), n, k)
         fast, slow = predict(problem, chosen(problem))
         products.append((fast - launch, slow - launch))
-    others = 3 + (tokens * TOP_K > SORTED_ALONE)
+    others = 3 + (tokens * model.top_k > SORTED_ALONE) + model.activates_apart
     programmatic = launch + others * row
-    return Layer((products[0], products[1]), pass_us(tokens, fmt), (programmatic, programmatic + launch - row))
+    return Layer((products[0], products[1]), pass_us(model, tokens, fmt), (programmatic, programmatic + launch - row))
 
 
 def layers_table() -> Iterator[str]:
@@ -79,9 +99,9 @@ def layers_table() -> Iterator[str]:
     yield f"| T | rows, experts with any | format | {parts} | hand-written, published | trtllm-gen, published |"
     yield "|---" * 10 + "|"
     for tokens, published in PUBLISHED.items():
-        sizes = sizes_of(tokens)
+        sizes = sizes_of(DEEPSEEK, tokens)
         for fmt in ("FP8_BLOCK", "MXFP8"):
-            layer = layer_of(tokens, fmt)
+            layer = layer_of(DEEPSEEK, tokens, fmt)
             first, second = layer.products
             cells = (layer.launches[0], layer.passes, first[0], second[0])
             yield (

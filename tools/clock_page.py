@@ -18,6 +18,9 @@ PAGES = {
     "deepgemm": ROOT / "docs" / "timing_deepgemm.md",
     "sm100": ROOT / "docs" / "timing_b200.md",
     "layers": ROOT / "docs" / "timing_b200.md",
+    "models": ROOT / "docs" / "timing_b200_layers.md",
+    "training": ROOT / "docs" / "timing_b200_training.md",
+    "k96": ROOT / "docs" / "timing_b300.md",
 }  # of each block
 TIMING = ROOT / "src" / "padless" / "emulator" / "timing"
 # Of a run, after it; kernel.py reckons with what runs say and is examined by its own tests.

@@ -47,6 +47,15 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("scales of A for B", (), ((MAIN, "sfb, n_columns, tile.column", "sfa, n_columns, tile.column"),)),
     Bug(
+        "scales of the block before", (), ((MAIN, "feature + lane, block + 1, exist", "feature + lane, block, exist"),)
+    ),
+    Bug("the first 32 features' scales for all", (), ((MAIN, "feature + 32 * j", "feature"),)),
+    Bug(
+        "the last step's scales for all",
+        (),
+        ((MAIN, "number = block * STEPS + step < exist", "number = block * STEPS + step < 1"),),
+    ),
+    Bug(
         "features 32 apart in the wrong order",
         (),
         ((MAIN, "words[0], words[1], words[2], words[3]", "words[1], words[0], words[2], words[3]"),),

@@ -12,7 +12,7 @@ import json
 import pytest
 import torch
 
-from clock_layers import EXPERTS, LOCAL, PUBLISHED, RECORD, TOOLS, TOP_K, H, I, Layer, layer_of, pass_us, sizes_of
+from clock_layers import DEEPSEEK, PUBLISHED, RECORD, TOOLS, Layer, layer_of, pass_us, sizes_of
 from clock_page import model_digest, read_block
 from padless.emulator.timing import B200
 
@@ -22,11 +22,11 @@ def test_rows_are_those_of_an_even_choice(tokens: int) -> None:
     g, turns = torch.Generator().manual_seed(tokens), 400 if tokens < 1000 else 20
     rows, hit = 0.0, 0.0
     for _ in range(turns):
-        ids = torch.rand(tokens, EXPERTS, generator=g).topk(TOP_K).indices
-        ids = ids[ids < LOCAL]
+        ids = torch.rand(tokens, DEEPSEEK.experts, generator=g).topk(DEEPSEEK.top_k).indices
+        ids = ids[ids < DEEPSEEK.local]
         rows += ids.numel() / turns
         hit += ids.unique().numel() / turns
-    sizes = sizes_of(tokens)
+    sizes = sizes_of(DEEPSEEK, tokens)
     assert abs(sum(sizes) - rows) <= 0.5 + 0.1 * rows
     assert abs(len(sizes) - hit) <= 0.5 + 0.05 * hit
     assert max(sizes) - min(sizes) <= 1
@@ -34,10 +34,11 @@ def test_rows_are_those_of_an_even_choice(tokens: int) -> None:
 
 def test_passes_take_their_bytes() -> None:
     """4096 tokens and as many rows: bfloat16 is read and written once, MXFP8 codes with a scale to 32 are written."""
-    values = 4096 * H * 2
-    read, written = 2 * values, values + 4096 * H * 33 / 32
+    h = DEEPSEEK.hidden
+    values = 4096 * h * 2
+    read, written = 2 * values, values + 4096 * h * 33 / 32
     want = read / B200["memory_gb_per_s"] + written / B200["memory_write_gb_per_s"]
-    assert pass_us(4096, "MXFP8") == pytest.approx(want / 1e3)
+    assert pass_us(DEEPSEEK, 4096, "MXFP8") == pytest.approx(want / 1e3)
 
 
 def test_parts_add_up() -> None:
@@ -47,9 +48,9 @@ def test_parts_add_up() -> None:
 
 @pytest.mark.slow
 def test_a_layer_takes_longer_than_its_weights() -> None:
-    fast, slow = layer_of(1, "MXFP8").total
-    weights = 3 * H * I * 33 / 32 / B200["memory_gb_per_s"] / 1e3
-    alone = sum(us for us, _ in layer_of(1, "MXFP8").products)
+    fast, slow = layer_of(DEEPSEEK, 1, "MXFP8").total
+    weights = 3 * DEEPSEEK.hidden * DEEPSEEK.intermediate * 33 / 32 / B200["memory_gb_per_s"] / 1e3
+    alone = sum(us for us, _ in layer_of(DEEPSEEK, 1, "MXFP8").products)
     assert weights < alone < fast <= slow
 
 

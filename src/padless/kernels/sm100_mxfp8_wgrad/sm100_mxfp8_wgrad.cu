@@ -56,27 +56,38 @@ __device__ __forceinline__ void load_codes(SharedStorage& shared, const Rows& a,
     }
 }
 
-// Scales of an operand, one warp. Lane l has rows l, l + 32, l + 64 and l + 96 of an atom, whose words are 16 bytes of it.
-// Those that do not exist are zero, a factor of 2^-127 that nothing but zeros meets.
+// A byte to a step of each of a lane's rows of an atom: l, l + 32, l + 64 and l + 96.
+using LaneScales = uint32_t[4][STEPS];
+
+// A lane's scales of a block. All loads together, with no branch between them, so that they are under way at the same time. What does
+// not exist is read as a neighbour: features behind the last are not stored, and steps behind the last are not issued.
+__device__ __forceinline__ void fetch_scales(LaneScales& scales, const uint8_t* first, int features,
+                                             int feature, int block, int exist) {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const int number = block * STEPS + step < exist ? block * STEPS + step : exist - 1;
+        const uint8_t* const of_step = first + static_cast<long long>(number) * features;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) scales[j][step] = __ldg(of_step + min(feature + 32 * j, features - 1));
+    }
+}
+
+// Scales of an operand, one warp. Those of the next block are on their way while a stage is waited for.
 __device__ __forceinline__ void load_scales(SharedStorage& shared, uint8_t (*atoms)[SCALE_ATOM_BYTES],
                                             const uint8_t* scales, int features, int feature,
                                             const Tile& tile, int lane) {
     Pipeline<STAGES> pipeline;
     const int exist = (tile.tokens + MMA_T - 1) / MMA_T;
-    const uint8_t* const first =
-        scales + static_cast<long long>(tile.first_scales) * features + feature + lane;
+    const uint8_t* const first = scales + static_cast<long long>(tile.first_scales) * features;
+    LaneScales next;
+    if (tile.tokens > 0) fetch_scales(next, first, features, feature + lane, 0, exist);
     for (int block = 0; block < tile.blocks(); ++block) {
         uint32_t words[4] = {};
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const int number = block * STEPS + step;
-                if (feature + lane + 32 * j < features && number < exist)
-                    words[j] |= static_cast<uint32_t>(
-                                    __ldg(first + static_cast<long long>(number) * features + 32 * j))
-                                << 8 * step;
-            }
+            for (int step = 0; step < STEPS; ++step) words[j] |= next[j][step] << 8 * step;
+        fetch_scales(next, first, features, feature + lane, block + 1, exist);
         mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
         st_shared_v4_b32(shared_address(atoms[pipeline.stage]) + lane * 16, words[0], words[1], words[2],
                          words[3]);
