@@ -39,6 +39,7 @@ from padless.formats import (
 )
 from padless.layouts import _with_kernel_scales
 from padless.moe import Router, choosing, moe, ops, topk
+from padless.moe.decode import MOST_TOKENS
 from padless.quantization.triton import casts, compiled, launches
 from padless.runtime import jit, shipped
 from padless.runtime.choices import BackendName
@@ -174,7 +175,11 @@ def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK")
     def first_call(t: int, of_ids: torch.dtype, of_shares: torch.dtype) -> None:
         x = torch.empty(t, hidden, dtype=torch.bfloat16)
         moe(x, torch.zeros(t, top_k, dtype=of_ids), torch.ones(t, top_k, dtype=of_shares), w13, w2, **options)
-        topk(torch.zeros(t, chosen_from, dtype=of_shares), router, correction)
+        logits = torch.zeros(t, chosen_from, dtype=of_shares)
+        topk(logits, router, correction)
+        if chosen_from == experts and t <= MOST_TOKENS:  # one launch may choose experts
+            by_logits = {"router_logits": logits, "router": router, "correction_bias": correction}
+            moe(x, None, None, w13, w2, **by_logits, **options)
 
     calls = [Rehearsal(partial(first_call, t, *routing)) for t in rehearsed(tokens) for routing in ROUTINGS]
     with passes_listed() as passes:

@@ -23,6 +23,7 @@ import torch
 
 from padless.formats import FP8_BLOCK, MXFP4, BlockScaledFormat, BlockScaledTensor
 from padless.kernels import replay
+from padless.kernels.sm90_moe_decode.choice import Given
 from padless.layouts import to_blocked
 from padless.moe import layer as moe_layer
 from padless.moe.activation import Activation
@@ -73,7 +74,7 @@ class Layer:
 
     def one_launch(self) -> torch.Tensor:
         out = moe_in_one_launch(
-            self.x, self.ids, self.weights, self.w13, self.w2, activation=self.activation,
+            self.x, Given(self.ids, self.weights), self.w13, self.w2, activation=self.activation,
             format=None if self.is_fp4 else FP8_BLOCK, bias13=self.biases[0], bias2=self.biases[1], shared=None,
             out_dtype=torch.bfloat16, backend=None, only_if_faster=False,
         )  # fmt: skip

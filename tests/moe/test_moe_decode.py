@@ -16,7 +16,7 @@ from padless.kernels.sm90_moe_decode import host, host_fp4
 from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.layouts import plain_scale
-from padless.moe import decode, moe
+from padless.moe import Router, choosing, decode, moe, topk
 from support import moe_decode_fp4_cases as fp4
 from support.moe_decode_cases import draw_tokens, draw_weights, several_launches
 
@@ -83,6 +83,32 @@ def test_what_is_one_launch() -> None:
         assert launches_of(other, out_dtype=torch.bfloat16) == 0, name
     w13, w2 = (quantize(torch.randn(3, n, 128), MXFP8, kind="weight") for n in (256, 128))
     assert launches_of(tokens, type(WEIGHTS)(w13, w2, "concatenated")) == 0
+
+
+def test_few_tokens_of_logits_are_one_launch_with_the_bits_of_topk_and_several() -> None:
+    tokens = draw_tokens(WEIGHTS, 2, 2, 1, shared=True)
+    logits, bias, rule = torch.randn(2, 3), torch.randn(3), Router(2, "sigmoid", scaling_factor=1.7)
+    weights, ids = topk(logits, rule, bias)
+    want = several_launches(WEIGHTS, replace(tokens, ids=ids, weights=weights))
+    given: dict[str, Any] = {"router_logits": logits, "router": rule, "correction_bias": bias}
+    unchosen = replace(tokens, ids=None, weights=None)  # type: ignore[arg-type]
+    with emulated_driver().configured(num_sms=2), mock.patch.object(choosing, "topk") as chosen:
+        out = call(unchosen, **given)
+    assert chosen.call_count == 0
+    assert torch.equal(out.view(torch.int16), want.view(torch.int16))
+
+
+def test_which_logits_the_launch_chooses_by() -> None:
+    """By others the layer is one launch behind topk."""
+    tokens = replace(draw_tokens(WEIGHTS, 2, 2, 1), ids=None, weights=None)  # type: ignore[arg-type]
+    wide = torch.randn(2, 6)
+    for logits, launches, chosen in ((wide[:, :3].contiguous(), 1, 0), (wide[:, :3], 1, 1), (wide[:, ::2], 1, 1)):
+        with mock.patch.object(choosing, "topk", wraps=topk) as choose:
+            assert launches_of(tokens, router_logits=logits, router=Router(2)) == launches
+        assert choose.call_count == chosen
+    with mock.patch.object(choosing, "topk", wraps=topk) as choose:
+        assert launches_of(tokens, router_logits=wide[:, :3].clone(), router=Router(2), gate_up="alternating") == 0
+    assert choose.call_count == 1
 
 
 FP4_WEIGHTS = fp4.draw_fp4_weights(3, 96, 64, seed=3)

@@ -23,7 +23,7 @@ from padless import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
 from padless.kernels import launch, remembered, replay
 from padless.kernels.sm90_moe_decode import host
 from padless.layouts import plain_scale
-from padless.moe import moe
+from padless.moe import Router, moe
 from padless.runtime.driver import CudaLaunch
 from support import hopper
 from support.hopper import Gpu, Launched
@@ -289,6 +289,29 @@ def test_whatever_changed_the_launches_are_those_of_a_first_call(gpu: Gpu, chang
     for _ in range(4):
         assert compared(gpu, lambda: other.run(moe)) == []
     assert compared(gpu, lambda: layer.run(moe)) == []
+
+
+def by_logits(layer: Layer, seed: int, k: int = 3) -> Layer:
+    """The layer with a router's logits in the place of ids and weights."""
+    tokens, experts = layer.x.shape[0], layer.w13.data.shape[0]
+    logits, bias = torch.randn(tokens, experts), torch.randn(experts)
+    rule = Router(k, "sigmoid", scaling_factor=2.5)
+    options = layer.options | {"router_logits": logits, "router": rule, "correction_bias": bias}
+    return replace(layer_of_tokens(layer, seed), ids=None, weights=None, options=options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "launches"), [("one launch", 1), ("fp8", 5)])
+def test_layers_that_are_given_logits(gpu: Gpu, name: str, launches: int) -> None:
+    """They are replayed from logits to output, whichever logits come."""
+    plain = layer_of(name)
+    layer = by_logits(plain, 1)
+    for _ in range(3):
+        layer.run(moe)
+    assert is_replayed(gpu, lambda: layer.run(moe))
+    assert len(called(gpu, lambda: layer.run(moe)).launched) == launches
+    for other in (by_logits(plain, 2), by_logits(plain, 3), by_logits(plain, 2, k=2), plain, layer):
+        for _ in range(3):
+            assert compared(gpu, lambda other=other: other.run(moe)) == []
 
 
 def test_another_stream(gpu: Gpu) -> None:

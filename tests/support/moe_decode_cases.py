@@ -11,6 +11,7 @@ import torch
 from padless import FP8_BLOCK, BlockScaledTensor, quantize
 from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_moe_decode import host
+from padless.kernels.sm90_moe_decode.choice import Choice, Given
 from padless.moe import decode, moe
 
 GUARD = 64  # values on either side of an output
@@ -42,6 +43,10 @@ class Tokens:
     ids: torch.Tensor
     weights: torch.Tensor
     shared: torch.Tensor | None
+
+    @property
+    def choice(self) -> Choice:
+        return Given(self.ids, self.weights)
 
 
 def draw_weights(experts: int, h: int, i: int, gate_up: str = "concatenated", seed: int = 0) -> Weights:
@@ -105,6 +110,9 @@ class Output:
 
     def poisoned(self, tokens: int) -> torch.Tensor:
         self._all.view(torch.int16).fill_(0x7FAB)
+        return self.rows(tokens)
+
+    def rows(self, tokens: int) -> torch.Tensor:
         return self._all[GUARD : GUARD + tokens * self._h].view(tokens, self._h)
 
     def is_right(self, want: torch.Tensor) -> bool:
@@ -122,6 +130,6 @@ def scratch(words: int) -> torch.Tensor:
 
 def launch(driver: Any, weights: Weights, tokens: Tokens, out: torch.Tensor, memory: torch.Tensor) -> None:
     host.prepare(
-        driver, tokens.x, tokens.ids, tokens.weights, weights.w13, weights.w2, tokens.shared, out, memory,
+        driver, tokens.x, tokens.choice, weights.w13, weights.w2, tokens.shared, out, memory,
         interleaved=weights.gate_up == "interleaved",
     ).launch(0)  # fmt: skip

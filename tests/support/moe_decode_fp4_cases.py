@@ -103,6 +103,6 @@ def launch(
     activation: Activation = GPT_OSS,
 ) -> None:
     host_fp4.prepare(
-        driver, tokens.x, tokens.ids, tokens.weights, weights.w13, weights.w2, weights.bias13, weights.bias2,
+        driver, tokens.x, tokens.choice, weights.w13, weights.w2, weights.bias13, weights.bias2,
         tokens.shared, out, memory, gate_rule=gate_rule_of(activation),
     ).launch(0)  # fmt: skip

@@ -1,4 +1,4 @@
-"""From a router's logits to the experts of every token and their weights: `topk`."""
+"""From a router's logits to the experts of every token and their weights: `topk`; a layer's choice of experts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from padless.arguments import check_type, refuse_kinds, shown
+from padless.kernels.sm90_moe_decode.choice import ByLogits, Choice, Given
 from padless.moe import ops, twins
-from padless.moe.checks import on_device_of, runs_triton
+from padless.moe.checks import MAX_TOP_K, check_matrix, on_device_of, runs_triton
 from padless.moe.router import MAX_LOGITS, Router
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
@@ -78,6 +79,61 @@ def _check(logits: object, router: object, correction_bias: object) -> None:
             f"correction_bias must be ({experts},) bfloat16, float16 or float32 on {logits.device}, got "
             f"{describe(correction_bias)}"
         )
+
+
+# --- a layer's experts ------------------------------------------------------------------------------------
+
+
+def choice_of(
+    x: torch.Tensor,
+    top_k_index: torch.Tensor | None,
+    top_k_weights: torch.Tensor | None,
+    logits: torch.Tensor | None,
+    router: Router | None,
+    correction_bias: torch.Tensor | None,
+    num_experts: int,
+) -> Choice:
+    """Of x (T, H) and `padless.moe.moe`'s arguments. Raises ValueError for those that do not go together."""
+    tokens = x.shape[0]
+    if logits is None and router is None and correction_bias is None:
+        refuse_kinds(top_k_index=top_k_index)
+        if (
+            not isinstance(top_k_index, torch.Tensor)
+            or top_k_index.dim() != 2
+            or top_k_index.shape[0] != tokens
+            or not 1 <= top_k_index.shape[1] <= MAX_TOP_K
+            or top_k_index.device != x.device
+        ):
+            raise ValueError(
+                f"top_k_index must be (T, k) = ({tokens}, 1 to {MAX_TOP_K}) on {x.device}, got {describe(top_k_index)}"
+            )
+        check_matrix("top_k_weights", top_k_weights, tokens, top_k_index.shape[1], x.device)
+        assert top_k_weights is not None
+        return Given(top_k_index, top_k_weights)
+    if top_k_index is not None or top_k_weights is not None:
+        raise ValueError(
+            f"top_k_index is {shown(top_k_index)} and top_k_weights {shown(top_k_weights)}; both must be None where "
+            "router_logits are given"
+        )
+    if logits is None or router is None:
+        raise ValueError(f"router_logits is {shown(logits)} and router {shown(router)}; both must be given, or neither")
+    _check(logits, router, correction_bias)
+    if router.k > MAX_TOP_K:
+        raise ValueError(f"router has k = {router.k}; a layer takes at most {MAX_TOP_K} experts a token")
+    if logits.shape != (tokens, num_experts) or logits.device != x.device:
+        raise ValueError(
+            f"router_logits must be (T, E) with E = {num_experts} and T = {tokens} on {x.device}, got {describe(logits)}"
+        )
+    return ByLogits(logits, correction_bias, router)
+
+
+def given_of(choice: Choice) -> Given:
+    """Ids and weights, chosen by logits where that has not been done."""
+    if isinstance(choice, Given):
+        return choice
+    assert isinstance(choice.rule, Router)
+    weights, ids = topk(choice.logits, choice.rule, choice.bias)
+    return Given(ids, weights)
 
 
 # --- the operator ----------------------------------------------------------------------------------------

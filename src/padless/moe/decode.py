@@ -8,6 +8,7 @@ from padless.arguments import is_one_of
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.remembered import Prepared, facts_of, launch_remembered
 from padless.kernels.sm90_moe_decode import host, host_fp4
+from padless.kernels.sm90_moe_decode.choice import Choice
 from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.moe.activation import Activation
@@ -35,8 +36,7 @@ def is_faster(shape: LayerShape | Fp4LayerShape) -> bool:
 
 def moe_in_one_launch(
     x: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    choice: Choice,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     *,
@@ -51,11 +51,14 @@ def moe_in_one_launch(
 ) -> torch.Tensor | None:
     """`padless.moe.moe` of checked arguments with at least one token; None where its several launches are to compute it.
 
+    choice: experts and weights, or a router's logits, by which the launch chooses them itself: up to 1024 experts, and
+    groups of which not all are taken up to 32, else None.
+
     On Hopper, where `is_faster` unless ``only_if_faster`` is False, it takes FP8_BLOCK weights and activations and plain
     SwiGLU of concatenated or interleaved gate and up, no bias; and MXFP4 weights with blocked scales, bfloat16
     activations (``format`` None) and any SwiGLU of alternating gate and up, with float32 biases or without.
     """
-    if (only_if_faster and top_k_index.shape[0] > max(MOST_TOKENS, MOST_FP4_TOKENS)) or host.is_full(x.device):
+    if (only_if_faster and choice.sizes[0] > max(MOST_TOKENS, MOST_FP4_TOKENS)) or host.is_full(x.device):
         return None
     backend = chosen_backend(backend, x)
     is_fp4 = format is None
@@ -67,23 +70,21 @@ def moe_in_one_launch(
     ):
         return None
     if is_fp4:
-        if not host_fp4.takes(x, top_k_index, top_k_weights, w13, w2, bias13, bias2, shared):
+        if not host_fp4.takes(x, choice, w13, w2, bias13, bias2, shared):
             return None
     elif (
         format != FP8_BLOCK
         or not activation.is_plain_swiglu
         or bias13 is not None
         or bias2 is not None
-        or not host.takes(x, top_k_index, top_k_weights, w13, w2, shared)
+        or not host.takes(x, choice, w13, w2, shared)
     ):
         return None
     driver = device_of(backend, x)
     if driver.arch != HOPPER.name:
         return None
     shape: LayerShape | Fp4LayerShape = (
-        host_fp4.shape_of(top_k_index, w2, driver.num_sms(x.device.index or 0))
-        if is_fp4
-        else host.shape_of(top_k_index, w2)
+        host_fp4.shape_of(choice, w2, driver.num_sms(x.device.index or 0)) if is_fp4 else host.shape_of(choice, w2)
     )
     if not shape.fits or (only_if_faster and not is_faster(shape)):
         return None
@@ -95,16 +96,16 @@ def moe_in_one_launch(
     def pack() -> Prepared:
         if is_fp4:
             return host_fp4.prepare(
-                driver, x, top_k_index, top_k_weights, w13, w2, bias13, bias2, shared, out, scratch,
+                driver, x, choice, w13, w2, bias13, bias2, shared, out, scratch,
                 gate_rule=gate_rule_of(activation), spin_limit=SPIN_LIMIT,
             )  # fmt: skip
         return host.prepare(
-            driver, x, top_k_index, top_k_weights, w13, w2, shared, out, scratch,
+            driver, x, choice, w13, w2, shared, out, scratch,
             interleaved=activation.gate_up == "interleaved", spin_limit=SPIN_LIMIT,
         )  # fmt: skip
 
-    options = ("moe in one launch", activation, SPIN_LIMIT)
-    tensors = (x, top_k_index, top_k_weights, w13, w2, bias13, bias2, shared, out)
+    options = ("moe in one launch", activation, SPIN_LIMIT, *choice.facts)
+    tensors = (x, *choice.tensors, w13, w2, bias13, bias2, shared, out)
     facts = facts_of(options, *tensors) if backend == "cuda" else None
     launch_remembered(facts, pack, out)
     return out

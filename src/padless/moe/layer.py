@@ -25,10 +25,11 @@ from padless.formats import (
     BlockScaledTensor,
 )
 from padless.kernels import replay
+from padless.kernels.sm90_moe_decode.choice import ByLogits, Choice, Given
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
-from padless.moe.checks import MAX_TOP_K, check_matrix
-from padless.moe.choosing import TopK, topk
+from padless.moe.checks import check_matrix
+from padless.moe.choosing import choice_of, given_of
 from padless.moe.combining import combine
 from padless.moe.decode import moe_in_one_launch
 from padless.moe.fused import fuses, gate_rule_of, swiglu
@@ -123,16 +124,8 @@ def moe(
     plain, the activation is plain SwiGLU and there is no bias, and ep's rows are not quantized; else an argument that
     requires grad is refused. The weights are constants: `padless.nn.Experts` trains them. Raises ValueError.
     """
-    if router_logits is not None or router is not None or correction_bias is not None:
-        with _checking(ep):
-            if top_k_index is not None or top_k_weights is not None:
-                raise ValueError(
-                    f"top_k_index is {shown(top_k_index)} and top_k_weights {shown(top_k_weights)}; both must be None "
-                    "where router_logits are given"
-                )
-            top_k_weights, top_k_index = _chosen(router_logits, router, correction_bias, w13, ep)
-    options = (activation, gate_up, alpha, limit, up_offset, activations, num_experts, out_dtype)
-    inputs = (x, top_k_index, top_k_weights, shared)
+    options = (activation, gate_up, alpha, limit, up_offset, activations, num_experts, out_dtype, router)
+    inputs = (x, top_k_index, top_k_weights, shared, router_logits, correction_bias)
     constants = (w13, w2, bias13, bias2, global_scale1, global_scale2)
     facts = None
     if ep is None and is_one_of(backend, (None, "cuda")):
@@ -143,9 +136,9 @@ def moe(
             replay.forget(facts)
     with _checking(ep):
         act = Activation(activation, gate_up, alpha, limit, up_offset)
-        top_k_index, top_k_weights = _check(
-            x, top_k_index, top_k_weights, w13, w2, num_experts if ep is None else None, act
-        )
+        _check(x, w13, w2, num_experts if ep is None else None, act)
+        num_routed = w13.data.shape[0] if ep is None else ep.settings.num_experts
+        choice = choice_of(x, top_k_index, top_k_weights, router_logits, router, correction_bias, num_routed)
         experts, n = w13.data.shape[:2]
         check_readable(
             bias13=bias13, bias2=bias2, global_scale1=global_scale1, global_scale2=global_scale2, w13=w13, w2=w2
@@ -162,8 +155,7 @@ def moe(
         name = _activations(activations, w13, x)
         if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
             raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
-        weighs = "top_k_weights" if router_logits is None else "router_logits"
-        trained = backward.wanted(**{"x": x, weighs: top_k_weights, "shared": shared})
+        trained = backward.wanted(x=x, top_k_weights=top_k_weights, router_logits=router_logits, shared=shared)
         if trained is not None:
             has_bias = bias13 is not None or bias2 is not None
             backward.check_differentiable(trained, w13, w2, act, name, has_bias)
@@ -172,16 +164,19 @@ def moe(
     if ep is not None:
         format = FORMAT_BY_NAME.get(name)
         layer = (first, second, act, format, _scales(x, format, scales))
-        return ep._moe(x, top_k_index, top_k_weights, layer, shared, dtype, num_experts)
-    if trained is not None or ops.is_traced(x, top_k_index, top_k_weights, w13.data, w2.data):
+        given = given_of(choice)
+        return ep._moe(x, given.ids, given.weights, layer, shared, dtype, num_experts)
+    if trained is not None or ops.is_traced(x, *choice.tensors, w13.data, w2.data):
+        given = given_of(choice)
         result: torch.Tensor = torch.ops.padless.moe(
-            x, top_k_index, top_k_weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
+            x, given.ids, given.weights, *ops.packed(w13), *ops.packed(w2), bias13, bias2, shared, global_scale1,
             global_scale2, name, activation, gate_up, alpha, limit, up_offset, dtype, backend,
         )  # fmt: skip
         return result
 
-    def forward(x: Any, top_k_index: Any, top_k_weights: Any, shared: Any) -> torch.Tensor:
-        return _forward(x, top_k_index, top_k_weights, first, second, act, name, scales, shared, dtype)
+    def forward(x: Any, top_k_index: Any, top_k_weights: Any, shared: Any, logits: Any, bias: Any) -> torch.Tensor:
+        moved = Given(top_k_index, top_k_weights) if router is None else ByLogits(logits, bias, router)
+        return _forward(x, moved, first, second, act, name, scales, shared, dtype)
 
     return replay.run(facts, forward, inputs)
 
@@ -213,7 +208,8 @@ def _moe(
     second = Projection(ops.unpacked(w2, w2_scale, w2_global, w2_format, w2_layout), bias2, backend)
     act = Activation(activation, gate_up, alpha, limit, up_offset)
     scales = (global_scale1, global_scale2)
-    return _forward(x, top_k_index, top_k_weights, first, second, act, activations, scales, shared, out_dtype)
+    given = Given(top_k_index, top_k_weights)
+    return _forward(x, given, first, second, act, activations, scales, shared, out_dtype)
 
 
 backward.register()
@@ -221,8 +217,7 @@ backward.register()
 
 def _forward(
     x: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
+    choice: Choice,
     first: Projection,
     second: Projection,
     activation: Activation,
@@ -232,20 +227,23 @@ def _forward(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """`moe` of checked arguments; activations: name of their format."""
-    if top_k_index.shape[0] == 0:
+    if x.shape[0] == 0:
         return torch.empty(x.shape, dtype=out_dtype, device=x.device)
     format = FORMAT_BY_NAME.get(activations)
-    out = moe_in_one_launch(
-        x, top_k_index, top_k_weights, first.weights, second.weights, activation=activation, format=format,
-        bias13=first.bias, bias2=second.bias, shared=shared, out_dtype=out_dtype, backend=first.backend,
-    )  # fmt: skip
+    options = {"activation": activation, "format": format, "bias13": first.bias, "bias2": second.bias, "shared": shared}
+    how: dict[str, Any] = options | {"out_dtype": out_dtype, "backend": first.backend}
+    out = moe_in_one_launch(x, choice, first.weights, second.weights, **how)
+    if out is None and isinstance(choice, ByLogits):  # a launch of `topk` ahead
+        choice = given_of(choice)
+        out = moe_in_one_launch(x, choice, first.weights, second.weights, **how)
     if out is not None:
         return out
+    given = given_of(choice)
     of_x, of_hidden = _scales(x, format, global_scales)
-    routing, rows = gathered(x, top_k_index, first.weights.shape[0], format, of_x)
+    routing, rows = gathered(x, given.ids, first.weights.shape[0], format, of_x)
     hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
     y = second.product(hidden, routing.offs)
-    return combine(y, routing.inverse, top_k_weights, shared, out_dtype=out_dtype)
+    return combine(y, routing.inverse, given.weights, shared, out_dtype=out_dtype)
 
 
 def gathered(
@@ -316,68 +314,27 @@ def _checking(ep: ExpertParallel | None) -> AbstractContextManager[None]:
     return nullcontext() if ep is None else ep.checking()
 
 
-def _chosen(
-    logits: torch.Tensor | None,
-    router: Router | None,
-    correction_bias: torch.Tensor | None,
-    w13: BlockScaledTensor,
-    ep: ExpertParallel | None,
-) -> TopK:
-    """The experts of every token and their weights, by the router's logits."""
-    if logits is None or router is None:
-        raise ValueError(f"router_logits is {shown(logits)} and router {shown(router)}; both must be given, or neither")
-    found = topk(logits, router, correction_bias)
-    if router.k > MAX_TOP_K:
-        raise ValueError(f"router has k = {router.k}; a layer takes at most {MAX_TOP_K} experts a token")
-    if isinstance(w13, BlockScaledTensor):  # what is none is refused later
-        experts = w13.data.shape[0] if ep is None else ep.settings.num_experts
-        if logits.shape[1] != experts:
-            raise ValueError(f"router_logits must be (T, E) with E = {experts}, got {describe(logits)}")
-    return found
-
-
 def _check(
-    x: torch.Tensor,
-    top_k_index: torch.Tensor | None,
-    top_k_weights: torch.Tensor | None,
-    w13: BlockScaledTensor,
-    w2: BlockScaledTensor,
-    num_experts: int | None,
-    activation: Activation,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Raises ValueError for arguments that do not go together; ids and weights, which are not None then."""
+    x: torch.Tensor, w13: BlockScaledTensor, w2: BlockScaledTensor, num_experts: int | None, activation: Activation
+) -> None:
+    """Raises ValueError for x and weights that do not go together."""
     check_tensor_type("x", x)
-    refuse_kinds(top_k_index=top_k_index)
     check_matrix("x", x, None, None, x.device)
-    tokens, h = x.shape
-    if (
-        not isinstance(top_k_index, torch.Tensor)
-        or top_k_index.dim() != 2
-        or top_k_index.shape[0] != tokens
-        or not 1 <= top_k_index.shape[1] <= MAX_TOP_K
-        or top_k_index.device != x.device
-    ):
-        raise ValueError(
-            f"top_k_index must be (T, k) = ({tokens}, 1 to {MAX_TOP_K}) on {x.device}, got {describe(top_k_index)}"
-        )
-    check_matrix("top_k_weights", top_k_weights, tokens, top_k_index.shape[1], x.device)
     for name, w in (("w13", w13), ("w2", w2)):
         if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
             raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
         if w.device != x.device:
             raise ValueError(f"{name} is on {w.device} and x on {x.device}; they must be on one device")
     experts, n, k = w13.logical_shape
-    if k != h:
+    if k != x.shape[1]:
         raise ValueError(f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns")
-    wanted = (experts, h, activation.out_columns(n))
+    wanted = (experts, k, activation.out_columns(n))
     if w2.logical_shape != wanted:
         raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
     if num_experts is not None:
         check_integer("num_experts", num_experts, 1)
     if num_experts is not None and num_experts != experts:
         raise ValueError(f"num_experts is {num_experts} and w13 has {experts} experts; leave it None")
-    assert top_k_weights is not None
-    return top_k_index, top_k_weights
 
 
 def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -> str:

@@ -11,6 +11,7 @@ import pytest
 from padless.epilogue import GateRule
 from padless.kernels.sm90_moe_decode import config as decode_config
 from padless.kernels.sm90_moe_decode import config_fp4, host_fp4
+from padless.kernels.sm90_moe_decode.choice import LOGITS_ROOMS
 from padless.kernels.sm90_moe_decode.config import LayerShape, MoeDecodeConfig
 from padless.kernels.sm90_moe_decode.config_fp4 import MoeDecodeFp4Config
 from padless.kernels.sm90_moe_decode.host import KERNEL
@@ -45,6 +46,22 @@ def test_the_kernel_of_fp4_weights_compiles_into_what_it_should(rule: GateRule |
     assert {"UTMALDG.5D", "UTMALDG.4D"} <= opcodes
     assert any(o.startswith("LDG.E.128.STRONG.GPU") for o in opcodes), "hidden rows past L1"
     assert any(o.startswith("STG.E.STRONG.GPU") for o in opcodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", LOGITS_ROOMS)
+@pytest.mark.parametrize("kernel", [KERNEL, host_fp4.KERNEL])
+def test_kernels_that_choose_experts_do_not_spill(kernel: str, room: int, tmp_path: Path) -> None:
+    """In the larger of two kernels there is least shared memory left."""
+    fp8 = kernel == KERNEL
+    if not fp8 and room > host_fp4.MOST_LOGITS_ROOM:
+        return  # not taken
+    config = MoeDecodeConfig(16, logits_room=room) if fp8 else MoeDecodeFp4Config(None, logits_room=room)
+    compiled = jit.compile_kernel(kernel, config.prelude(), "sm_90a")
+    assert complaints(compiled) == []
+    opcodes = {line.split()[0] for line in instructions(compiled, tmp_path)}
+    assert not [o for o in opcodes if re.match(r"(LDL|STL)\b", o)], "local memory"
+    assert {"REDUX.MAX", "REDUX.MIN"} <= {o.removesuffix(".U32") for o in opcodes}
 
 
 def test_constants_of_fp4_are_those_of_the_device() -> None:

@@ -33,8 +33,8 @@ __device__ __forceinline__ float one_plus_exp_minus(float gate) {
     return __fadd_rn(__fmaf_rn(power, c, power), 1.0f);
 }
 
-// fl(1 / fl(1 + exp(-y))) for y of at least -87.25, the exponential by a polynomial that torch can compute too.
-__device__ __forceinline__ float sigmoid(float y) {
+// exp(-y) for y of at least -87.25, by a polynomial that torch can compute too; above 87 it is that of 87.
+__device__ __forceinline__ float exp_minus(float y) {
     constexpr float LOG2E = 0x1.715476p+0f, LN2 = 0x1.62e430p-1f, LN2_LOW = -0x1.05c610p-29f;
     constexpr float C2 = 0x1.fffdfcp-2f, C3 = 0x1.5557b0p-3f, C4 = 0x1.572a64p-5f, C5 = 0x1.106250p-7f;
     constexpr float ROUNDING = 12582912.0f;  // 1.5 * 2^23: float32 steps are 1 there
@@ -48,8 +48,12 @@ __device__ __forceinline__ float sigmoid(float y) {
     p = __fmaf_rn(p, r, -1.0f);
     p = __fmaf_rn(p, r, 1.0f);
     // n is in the last bits of t: moved into the exponent.
-    const float e = __int_as_float(__float_as_int(p) + (__float_as_int(t) << 23));
-    const float d = __fadd_rn(e, 1.0f);
+    return __int_as_float(__float_as_int(p) + (__float_as_int(t) << 23));
+}
+
+// fl(1 / fl(1 + exp(-y))) for y of at least -87.25.
+__device__ __forceinline__ float sigmoid(float y) {
+    const float d = __fadd_rn(exp_minus(y), 1.0f);
     const float rough = rcp_approx(d);
     return __fmaf_rn(rough, __fmaf_rn(-d, rough, 1.0f), rough);
 }

@@ -34,9 +34,31 @@ struct Tables {
     int first_row[MOST_SLOTS + 1];   // hidden rows are numbered by expert, then token
     int row_of_slot[MOST_SLOTS];     // -1: no expert
     float slot_weight[MOST_SLOTS];
+#ifdef LOGITS_ROOM
+    uint64_t chosen;  // what follows, and weights
+    int id_of_slot[MOST_SLOTS];
+#endif
 };
 
 constexpr int WEIGHTS_F32 = 0, WEIGHTS_BF16 = 1, WEIGHTS_F16 = 2;
+
+// Kernels that choose experts by a router's logits (choose.cuh) are compiled with LOGITS_ROOM, and have the rule behind their
+// other parameters. Theirs are logits, and the correction bias or null, where others have ids and weights.
+#ifdef LOGITS_ROOM
+struct Rule {
+    float scaling_factor;
+    int groups, top_groups;  // as many: no groups
+    int is_sigmoid, renormalizes;
+};
+#define RULE_PARAMETERS , float scaling_factor, int groups, int top_groups, int is_sigmoid, int renormalizes
+#define RULE                                                         \
+    , {                                                              \
+        scaling_factor, groups, top_groups, is_sigmoid, renormalizes \
+    }
+#else
+#define RULE_PARAMETERS
+#define RULE
+#endif
 
 struct Layer {
     const uint16_t *x, *shared;
@@ -45,10 +67,13 @@ struct Layer {
     Control* control;
     int tokens, top_k, experts, h, i;
     int run;        // units between which gate's rows are adjacent; I / 8 where there is one run
-    int ids_bytes;  // 4 or 8
+    int ids_bytes;  // 4 or 8; of logits: their type
     int weights_type;
     int stages;
     int room;  // words of a buffer of hidden rows, the same in all launches with this scratch
+#ifdef LOGITS_ROOM
+    Rule rule;
+#endif
 
     __device__ __forceinline__ int slots() const { return tokens * top_k; }
     __device__ __forceinline__ int units_of_expert() const { return i / UNIT_OUTPUTS; }

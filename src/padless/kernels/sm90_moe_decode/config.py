@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from padless.formats import round_up
 from padless.kernels.config import cpp_constants, fields_of, requirement_of
+from padless.kernels.sm90_moe_decode.choice import LOGITS_ROOMS
 
 # The same numbers as in storage.cuh.
 POOL_BYTES = 218 * 1024
@@ -27,19 +28,23 @@ class MoeDecodeConfig:
     Attributes:
         most_tokens: rows of x that the first product multiplies, 8 or 16.
         spin_limit: turns after which a wait for other CTAs traps; 0 is none. For finding hangs.
+        logits_room: experts there is room for where they are chosen by logits; 0 where ids are given.
     """
 
     most_tokens: int = 8
     spin_limit: int = 0
+    logits_room: int = 0
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
         require(self.most_tokens in (8, 16), "most_tokens", "8 or 16")
         require(self.spin_limit >= 0, "spin_limit", "0 or more")
+        require(self.logits_room in (0, *LOGITS_ROOMS), "logits_room", f"0 or one of {LOGITS_ROOMS}")
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
-        return cpp_constants(fields_of(self, "most_tokens", "spin_limit"))
+        macros = fields_of(self, "logits_room") if self.logits_room else {}
+        return cpp_constants(fields_of(self, "most_tokens", "spin_limit"), macros=macros)
 
 
 @dataclass(frozen=True)

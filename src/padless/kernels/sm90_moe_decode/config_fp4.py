@@ -8,6 +8,7 @@ from padless.epilogue import GateRule
 from padless.formats import round_up
 from padless.kernels.config import cpp_constants, fields_of, requirement_of
 from padless.kernels.epilogue_gate import gate_constants
+from padless.kernels.sm90_moe_decode.choice import LOGITS_ROOMS
 from padless.kernels.sm90_moe_decode.config import MOST_EXPERTS, MOST_TOP_K
 
 # The same numbers as in fp4/storage.cuh.
@@ -26,18 +27,23 @@ class MoeDecodeFp4Config:
     Attributes:
         gate_rule: of a SwiGLU that is not the plain one; None for that.
         spin_limit: turns after which a wait for other CTAs traps; 0 is none. For finding hangs.
+        logits_room: experts there is room for where they are chosen by logits; 0 where ids are given.
     """
 
     gate_rule: GateRule | None = None
     spin_limit: int = 0
+    logits_room: int = 0
 
     def __post_init__(self) -> None:
-        requirement_of(self)(self.spin_limit >= 0, "spin_limit", "0 or more")
+        require = requirement_of(self)
+        require(self.spin_limit >= 0, "spin_limit", "0 or more")
+        require(self.logits_room in (0, *LOGITS_ROOMS), "logits_room", f"0 or one of {LOGITS_ROOMS}")
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         constants = {"MOST_TOKENS": MOST_TOKENS, **fields_of(self, "spin_limit")}
-        return cpp_constants(constants) + "".join(f"{line}\n" for line in gate_constants(self.gate_rule))
+        macros = fields_of(self, "logits_room") if self.logits_room else {}
+        return cpp_constants(constants, macros=macros) + "".join(f"{line}\n" for line in gate_constants(self.gate_rule))
 
 
 @dataclass(frozen=True)

@@ -11,51 +11,45 @@ import torch
 from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.launch import load_kernel
 from padless.kernels.remembered import Prepared
+from padless.kernels.sm90_moe_decode.choice import Choice
 from padless.kernels.sm90_moe_decode.config import MOST_SHARES, LayerShape, MoeDecodeConfig
 from padless.runtime.devices import is_capturing
 from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode.cu"
-WEIGHTS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in storage.cuh
 _UNIT_OUTPUTS, _UNIT_ROWS, _RUN = 8, 16, 32
 
 
-def shape_of(ids: torch.Tensor, w2: BlockScaledTensor) -> LayerShape:
-    """The sizes of a layer, of ids (T, k) and w2 (E, H, I)."""
-    (tokens, top_k), (experts, h, i) = ids.shape, w2.data.shape
+def shape_of(choice: Choice, w2: BlockScaledTensor) -> LayerShape:
+    """The sizes of a layer, of its T tokens' k experts and w2 (E, H, I)."""
+    (tokens, top_k), (experts, h, i) = choice.sizes, w2.data.shape
     return LayerShape(tokens, top_k, experts, h, i)
 
 
 def takes(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w13: BlockScaledTensor,
-    w2: BlockScaledTensor,
-    shared: torch.Tensor | None,
+    x: torch.Tensor, choice: Choice, w13: BlockScaledTensor, w2: BlockScaledTensor, shared: torch.Tensor | None
 ) -> bool:
     """Whether the kernel can compute the layer of these operands: FP8_BLOCK weights, all that it reads contiguous, x and
     shared in bfloat16, sizes that fit.
     """
-    shape = shape_of(ids, w2)
-    read = [x, ids, weights, w13.data, w13.scale, w2.data, w2.scale] + ([] if shared is None else [shared])
+    shape = shape_of(choice, w2)
+    read = [x, *choice.tensors, w13.data, w13.scale, w2.data, w2.scale, shared]
     return (
         shape.fits
         and w13.format == w2.format == FP8_BLOCK
         and w13.scale_layout == w2.scale_layout == "plain"
         and x.dtype == torch.bfloat16
         and (shared is None or shared.dtype == torch.bfloat16)
-        and weights.dtype in WEIGHTS_TYPES
-        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read)
+        and choice.fits
+        and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read if t is not None)
     )
 
 
 def prepare(
     driver: Driver,
     x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    choice: Choice,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     shared: torch.Tensor | None,
@@ -70,18 +64,19 @@ def prepare(
     out: (T, H) bfloat16. scratch: of `scratch_for`. interleaved: gate and up are runs of 32 rows of w13, else halves.
     """
     device = out.device.index or 0
-    shape = shape_of(ids, w2)
-    kernel, function = load_kernel(driver, KERNEL, MoeDecodeConfig(shape.most_tokens, spin_limit), device)
+    shape = shape_of(choice, w2)
+    config = MoeDecodeConfig(shape.most_tokens, spin_limit, choice.logits_room)
+    kernel, function = load_kernel(driver, KERNEL, config, device)
     run = _RUN // _UNIT_OUTPUTS if interleaved else shape.i // _UNIT_OUTPUTS
-    pointers = (w13.scale, w2.scale, x, shared, ids, weights, out)
+    pointers = (w13.scale, w2.scale, x, shared, *choice.tensors, out)
     integers = (
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i, run),
-        *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, room_of(scratch)),
+        *(*choice.types, shape.stages, room_of(scratch)),
     )
     arguments: list[Argument] = [driver.encode(_gate_up_map(w13.data, run)), driver.encode(_stripe_map(w2.data))]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]
-    arguments += [(value, 4) for value in integers]
+    arguments += [*((value, 4) for value in integers), *choice.rule_arguments]
     grid = LaunchShape(min(driver.num_sms(device), MOST_SHARES), kernel.num_threads, 1, programmatic=True)
     tensors = [t for t in (w13.data, w2.data, *pointers, scratch) if t is not None]
     return Prepared(driver.prepare(function, kernel, grid, arguments, tensors))

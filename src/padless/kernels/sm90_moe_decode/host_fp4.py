@@ -10,27 +10,28 @@ from padless.epilogue import GateRule
 from padless.formats import MXFP4, TILE_BYTES, BlockScaledTensor, ceil_div
 from padless.kernels.launch import load_kernel
 from padless.kernels.remembered import Prepared
+from padless.kernels.sm90_moe_decode.choice import Choice
 from padless.kernels.sm90_moe_decode.config import MOST_SHARES
 from padless.kernels.sm90_moe_decode.config_fp4 import STAGE_K, Fp4LayerShape, MoeDecodeFp4Config
-from padless.kernels.sm90_moe_decode.host import WEIGHTS_TYPES, room_of, scratch_at
+from padless.kernels.sm90_moe_decode.host import room_of, scratch_at
 from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
 from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode_fp4.cu"
+MOST_LOGITS_ROOM = 512  # with more the kernel spills
 _UNIT_ROWS = 16
 _UINT8 = 0  # CUtensorMapDataType
 
 
-def shape_of(ids: torch.Tensor, w2: BlockScaledTensor, num_sms: int) -> Fp4LayerShape:
-    """The sizes of a layer, of ids (T, k) and w2 (E, H, I), on a device of so many multiprocessors."""
-    (tokens, top_k), (experts, h, i) = ids.shape, w2.logical_shape
+def shape_of(choice: Choice, w2: BlockScaledTensor, num_sms: int) -> Fp4LayerShape:
+    """The sizes of a layer, of its T tokens' k experts and w2 (E, H, I), on a device of so many multiprocessors."""
+    (tokens, top_k), (experts, h, i) = choice.sizes, w2.logical_shape
     return Fp4LayerShape(tokens, top_k, experts, h, i, min(num_sms, MOST_SHARES))
 
 
 def takes(
     x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    choice: Choice,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     bias13: torch.Tensor | None,
@@ -40,14 +41,15 @@ def takes(
     """Whether the kernel can compute a layer of these operands that fits: MXFP4 weights with blocked scales, all that it
     reads contiguous, x and shared in bfloat16, biases in float32.
     """
-    read = [x, ids, weights, w13.data, w13.scale, w2.data, w2.scale, bias13, bias2, shared]
+    read = [x, *choice.tensors, w13.data, w13.scale, w2.data, w2.scale, bias13, bias2, shared]
     return (
         w13.format == w2.format == MXFP4
         and w13.scale_layout == w2.scale_layout == "blocked"
         and x.dtype == torch.bfloat16
         and (shared is None or shared.dtype == torch.bfloat16)
         and all(bias is None or bias.dtype == torch.float32 for bias in (bias13, bias2))
-        and weights.dtype in WEIGHTS_TYPES
+        and choice.fits
+        and choice.logits_room <= MOST_LOGITS_ROOM
         and all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in read if t is not None)
     )
 
@@ -55,8 +57,7 @@ def takes(
 def prepare(
     driver: Driver,
     x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
+    choice: Choice,
     w13: BlockScaledTensor,
     w2: BlockScaledTensor,
     bias13: torch.Tensor | None,
@@ -73,19 +74,20 @@ def prepare(
     out: (T, H) bfloat16. scratch: of `host.scratch_for`. gate_rule: None for the plain SwiGLU.
     """
     device = out.device.index or 0
-    shape = shape_of(ids, w2, driver.num_sms(device))
-    kernel, function = load_kernel(driver, KERNEL, MoeDecodeFp4Config(gate_rule, spin_limit), device)
-    pointers = (bias13, bias2, x, shared, ids, weights, out)
+    shape = shape_of(choice, w2, driver.num_sms(device))
+    config = MoeDecodeFp4Config(gate_rule, spin_limit, choice.logits_room)
+    kernel, function = load_kernel(driver, KERNEL, config, device)
+    pointers = (bias13, bias2, x, shared, *choice.tensors, out)
     integers = (
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i),
-        *(ids.element_size(), WEIGHTS_TYPES[weights.dtype], shape.stages, room_of(scratch)),
+        *(*choice.types, shape.stages, room_of(scratch)),
     )
     gate_up, stripes = _code_map(w13.data, row_step=2, half_step=1), _code_map(w2.data, row_step=1, half_step=8)
     maps = (gate_up, stripes, _scale_map(w13), _scale_map(w2))
     arguments: list[Argument] = [driver.encode(spec) for spec in maps]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]
-    arguments += [(value, 4) for value in integers]
+    arguments += [*((value, 4) for value in integers), *choice.rule_arguments]
     grid = LaunchShape(shape.shares, kernel.num_threads, 1, programmatic=True)
     tensors = [t for t in (w13.data, w13.scale, w2.data, w2.scale, *pointers, scratch) if t is not None]
     return Prepared(driver.prepare(function, kernel, grid, arguments, tensors))

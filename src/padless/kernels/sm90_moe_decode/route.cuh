@@ -1,10 +1,11 @@
-// Which experts have tokens and which hidden row is whose, from the ids of at most MOST_SLOTS slots: by one warp, in shared
+// Which experts have tokens and which hidden row is whose, from the ids of at most MOST_SLOTS slots, given or chosen: by one warp, in shared
 // memory. Ids that are no expert have no row. A token that names an expert twice has one row with it.
 #pragma once
 
 constexpr int SLOTS_OF_LANE = MOST_SLOTS / 32;
 constexpr int WORDS_OF_LANE = EXPERT_WORDS / 32;
 
+#ifndef LOGITS_ROOM
 // The number of slot `slot`'s expert, -1 where it is none.
 __device__ __forceinline__ int load_id(const Problem& p, int slot) {
     const long long id =
@@ -17,6 +18,7 @@ __device__ __forceinline__ float load_weight(const Problem& p, int slot) {
     const uint16_t half = static_cast<const uint16_t*>(p.weights)[slot];
     return p.weights_type == WEIGHTS_BF16 ? cvt_f32_bf16(half) : cvt_f32_f16(half);
 }
+#endif
 
 // Sum of the lanes' values up to this lane's, without it.
 __device__ __forceinline__ int sum_of_lower_lanes(int value, int lane, int& all) {
@@ -33,11 +35,19 @@ __device__ __forceinline__ int sum_of_lower_lanes(int value, int lane, int& all)
 __device__ __forceinline__ void route(SharedStorage& shared, const Problem& p, int lane) {
     int id[SLOTS_OF_LANE];
     float weight[SLOTS_OF_LANE];
+#ifdef LOGITS_ROOM
+    mbarrier_wait(shared_address(&shared.chosen), 0);
+#endif
 #pragma unroll
     for (int n = 0; n < SLOTS_OF_LANE; ++n) {
         const int slot = 32 * n + lane;
+#ifdef LOGITS_ROOM
+        id[n] = slot < p.slots() ? shared.id_of_slot[slot] : -1;
+        weight[n] = slot < p.slots() ? shared.slot_weight[slot] : 0.0f;
+#else
         id[n] = slot < p.slots() ? load_id(p, slot) : -1;
         weight[n] = slot < p.slots() ? load_weight(p, slot) : 0.0f;
+#endif
     }
 #pragma unroll
     for (int n = 0; n < WORDS_OF_LANE; ++n) shared.is_hit[WORDS_OF_LANE * lane + n] = 0;

@@ -56,6 +56,7 @@ using uint64_t = unsigned long long;
 #include "sm90_moe_decode/common.cuh"
 #include "sm90_moe_decode/storage.cuh"
 
+#include "sm90_moe_decode/choose.cuh"
 #include "sm90_moe_decode/route.cuh"
 #include "sm90_moe_decode/share.cuh"
 #include "sm90_moe_decode/load.cuh"
@@ -67,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
     const __grid_constant__ TensorMap map_w13, const __grid_constant__ TensorMap map_w2,
     const float* w13_scale, const float* w2_scale, const uint16_t* x, const uint16_t* shared_rows,
     const void* ids, const void* weights, uint16_t* out, Control* control, int tokens, int top_k, int experts,
-    int h, int i, int run, int ids_bytes, int weights_type, int stages, int room) {
+    int h, int i, int run, int ids_bytes, int weights_type, int stages, int room RULE_PARAMETERS) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{{x, shared_rows, ids, weights, out, control, tokens, top_k, experts, h, i, run,
-                           ids_bytes, weights_type, stages, room},
+                           ids_bytes, weights_type, stages, room RULE},
                           w13_scale,
                           w2_scale};
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
@@ -85,6 +86,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
                 }
             }
             mbarrier_init(shared_address(&shared.routed), 2);
+#ifdef LOGITS_ROOM
+            mbarrier_init(shared_address(&shared.chosen), NUM_CONSUMER_WARPS);
+#endif
             fence_mbarrier_init();
         }
     } else if (warp == ROUTER_WARP) {
@@ -113,6 +117,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         const int pipeline = warp / 4;
         const uint32_t ring = layout.ring + pipeline * stages * STAGE_BYTES;
         RingPosition position;
+#ifdef LOGITS_ROOM
+        choose_experts(shared, problem, warp, lane);
+#endif
         quantize_x(problem, layout, warp, lane);
         fence_proxy_async_shared();
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);

@@ -51,6 +51,7 @@ using uint64_t = unsigned long long;
 #include "sm90_moe_decode/common.cuh"
 #include "sm90_moe_decode/fp4/storage.cuh"
 
+#include "sm90_moe_decode/choose.cuh"
 #include "sm90_moe_decode/route.cuh"
 #include "sm90_moe_decode/share.cuh"
 #include "sm90_moe_decode/fp4/rows.cuh"
@@ -63,11 +64,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
     const __grid_constant__ TensorMap map_w13_scale, const __grid_constant__ TensorMap map_w2_scale,
     const float* bias13, const float* bias2, const uint16_t* x, const uint16_t* shared_rows, const void* ids,
     const void* weights, uint16_t* out, Control* control, int tokens, int top_k, int experts, int h, int i,
-    int ids_bytes, int weights_type, int stages, int room) {
+    int ids_bytes, int weights_type, int stages, int room RULE_PARAMETERS) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{{x, shared_rows, ids, weights, out, control, tokens, top_k, experts, h, i,
-                           i / UNIT_OUTPUTS, ids_bytes, weights_type, stages, room},
+                           i / UNIT_OUTPUTS, ids_bytes, weights_type, stages, room RULE},
                           bias13,
                           bias2};
     const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
@@ -76,6 +77,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         for (int n = lane; n < NUM_CONSUMER_WARPS * stages; n += 32)
             mbarrier_init(shared_address(&shared.full[n / stages][n % stages]), 1);
         if (lane == 0) mbarrier_init(shared_address(&shared.routed), 2);
+#ifdef LOGITS_ROOM
+        if (lane == 0) mbarrier_init(shared_address(&shared.chosen), NUM_CONSUMER_WARPS);
+#endif
         fence_mbarrier_init();
     } else if (warp == ROUTER_WARP) {
         for (int n = lane; n < MOST_SHARES + 2; n += 32) shared.shares[n] = UNKNOWN_SHARE;
@@ -100,6 +104,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         clear_old_rows(shared, problem, lane);
     } else {
         const WeightMaps maps{map_w13, map_w2, map_w13_scale, map_w2_scale};
+#ifdef LOGITS_ROOM
+        choose_experts(shared, problem, warp, lane);
+#endif
         fill_x(problem, layout, warp, lane);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         mbarrier_wait(routed, 0);

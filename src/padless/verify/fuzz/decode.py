@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from padless.formats import MXFP4, BlockScaledTensor
+from padless.kernels.sm90_moe_decode.choice import ByLogits, Given
 from padless.layouts import to_blocked
+from padless.moe.choosing import topk
 from padless.moe.decode import moe_in_one_launch
+from padless.moe.router import SCORINGS, Router
 from padless.verify.fuzz.case import judge_case
+from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.whole_layer import Layer, Tokens
 
@@ -22,10 +27,11 @@ _FP4: Options = _ALL | {"w": "MXFP4", "a": "BF16", "gate_up": "alternating", "mo
 
 
 def constants(draw: Draw) -> Options:
-    """Weights' format and what the kernel is compiled for."""
+    """Weights' format and what the kernel is compiled for; router: its scoring, where logits are given and not ids."""
+    router = {"router": draw.one((None, None, None, *SCORINGS))}
     if draw.maybe(0.7):
-        return _FP8 | {"most": draw.one((8, 16)), "gate_up": draw.one(("concatenated", "interleaved"))}
-    return _FP4 | {"limit": draw.one((None, 7.0))}
+        return _FP8 | router | {"most": draw.one((8, 16)), "gate_up": draw.one(("concatenated", "interleaved"))}
+    return _FP4 | router | {"limit": draw.one((None, 7.0))}
 
 
 def rest(draw: Draw, fixed: Options) -> Options:
@@ -52,8 +58,9 @@ def rest(draw: Draw, fixed: Options) -> Options:
 
 
 def lines(arch: str) -> Iterator[Options]:
-    """Fixed problems: both formats, one token to the most, many experts and one, rings of every depth."""
+    """Fixed problems: both formats, one token to the most, many experts and one, rings of every depth; then logits."""
     one: Options = {"id_dtype": "int64", "weights": "float32", "shared": False, "same": False, "beside": True}
+    one["router"] = None
     properties = ["changes", "repeats", "replay"]
     # tokens, top_k, experts, H, I
     shapes8 = ((1, 8, 16, 4096, 256), (2, 3, 3, 128, 640), (5, 16, 1024, 128, 128), (8, 16, 4, 640, 1024))
@@ -70,10 +77,25 @@ def lines(arch: str) -> Iterator[Options]:
     wide = {"tokens": 16, "top_k": 4, "experts": 32, "h": 512, "i": 384, "experts_seed": 16, "seed": 1600}
     yield fp8[0] | one | wide | {"most": 16, "id_dtype": "int32", "properties": properties}
     yield fp8[1] | one | wide | {"most": 16, "same": True, "shared": True, "properties": properties}
+    for seed, (kind, shape) in enumerate(((fp8[1], (2, 10, 513, 256, 128)), (fp4[1], (3, 4, 32, 160, 96)))):
+        sizes = dict(zip(("tokens", "top_k", "experts", "h", "i"), shape, strict=True))
+        drawn = {"experts_seed": seed, "seed": seed, "properties": properties[::2], "router": SCORINGS[seed]}
+        yield kind | one | sizes | drawn
 
 
 class Decode(Layer):
-    """The layer by one launch."""
+    """The layer by one launch. With a router, weights of `Tokens` are its logits (T, E), and its ids are not used."""
+
+    def __init__(self, o: Options, place: Place) -> None:
+        super().__init__(o, place)
+        self.rule = None
+        if o["router"]:
+            self.rule = Router(
+                min(o["top_k"], o["experts"]), o["router"], renormalize=o["seed"] % 3 > 0, scaling_factor=1.5
+            )
+            shape, generator = (o["tokens"], o["experts"]), place.generator(o["seed"] + 2)
+            logits = torch.randn(shape, device=place.device, generator=generator) * 2
+            self.operands = replace(self.operands, weights=logits.to(DTYPES[o["weights"]]))
 
     def weight(self, values: torch.Tensor) -> BlockScaledTensor:
         """Scales of MXFP4 in tiles, as the kernel reads them."""
@@ -88,11 +110,22 @@ class Decode(Layer):
         torch.full_like(operands.x, math.nan)  # the memory that the result is likely to be given
         return super().run(operands)
 
+    def given(self, t: Tokens) -> Tokens:
+        """With ids and weights."""
+        if self.rule is None:
+            return t
+        weights, ids = topk(t.weights, self.rule)
+        return replace(t, ids=ids, weights=weights)
+
+    def passes(self, t: Tokens, *, by_twins: bool = False) -> torch.Tensor:
+        return super().passes(self.given(t), by_twins=by_twins)
+
     def call(self, t: Tokens) -> torch.Tensor:
         if not self.place.has_kernels:
-            return super().call(t)
+            return super().call(self.given(t))
+        choice = Given(t.ids, t.weights) if self.rule is None else ByLogits(t.weights, None, self.rule)
         out = moe_in_one_launch(
-            t.x, t.ids, t.weights, self.w13, self.w2, activation=self.activation, format=self.format,
+            t.x, choice, self.w13, self.w2, activation=self.activation, format=self.format,
             bias13=self.bias13, bias2=self.bias2, shared=t.shared, out_dtype=torch.bfloat16,
             backend=self.place.backend, only_if_faster=False,
         )  # fmt: skip
