@@ -178,7 +178,7 @@ def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK")
         logits = torch.zeros(t, chosen_from, dtype=of_shares)
         topk(logits, router, correction)
         if chosen_from == experts and t <= MOST_TOKENS:  # one launch may choose experts
-            by_logits = {"router_logits": logits, "router": router, "correction_bias": correction}
+            by_logits: dict[str, Any] = {"router_logits": logits, "router": router, "correction_bias": correction}
             moe(x, None, None, w13, w2, **by_logits, **options)
 
     calls = [Rehearsal(partial(first_call, t, *routing)) for t in rehearsed(tokens) for routing in ROUTINGS]
