@@ -32,7 +32,7 @@ PUBLISHED = {
 @dataclass(frozen=True)
 class Model:
     """An expert layer on one GPU, which has ``local`` of the ``experts`` among which each token chooses ``top_k``.
-    hidden, intermediate: H and I. activates_apart: between the products a launch of its own activates and quantizes."""
+    hidden, intermediate: H and I. activates_apart: between the products a separate launch activates and quantizes."""
 
     experts: int
     local: int

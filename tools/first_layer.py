@@ -3,7 +3,7 @@
     python tools/first_layer.py OUT.json                 on a GPU; about three minutes
     python tools/first_layer.py OUT.json --cubins DIR    with a folder that holds padless_cubins, else it is built first
 
-Every process has caches of its own, padless' and Triton's, that are empty; the last case has those that the one before
+Every process has separate caches, padless' and Triton's, that are empty; the last case has those that the one before
 it filled. With cubins nothing may be compiled, by Triton neither, and the layer must be there within the target; all
 processes of as many tokens must give the same bits.
 """

@@ -1,7 +1,7 @@
 """Predictions of ten models' layers on a B200: the models are the benchmark's, and the page and the record are today's.
 
 What would convince: every model has a line at every number of tokens, with what was published or that nothing was; no
-prediction is shorter than the bytes of the experts that were hit take; an activation of its own adds a launch and its
+prediction is shorter than the bytes of the experts that were hit take; a separate activation adds a launch and its
 bytes, counted here; a line, computed anew, is the record's.
 """
 

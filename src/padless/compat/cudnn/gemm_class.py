@@ -122,7 +122,6 @@ _TENSORS = (
     *("d_col_tensor", "sfd_row_tensor", "sfd_col_tensor", "amax_tensor", "norm_const_tensor", "prob_tensor"),
     "bias_tensor",
 )
-_OPTIONS = ("acc_dtype", "sf_vec_size", "m_aligned", "discrete_col_sfd", "gate_up", "semantics")
 
 
 class GroupedGemmQuant:
@@ -166,12 +165,15 @@ class GroupedGemmQuant:
         config: KernelChoice | None = None,
         **others: Any,
     ) -> None:
-        given = locals()
         check_others("GroupedGemmQuant", others)
         self._samples = Buffers(
-            **{name: given["sample_" + name.removesuffix("_tensor")] for name in _TENSORS},
-            **{name: given[name] for name in _OPTIONS},
-        )
+            a_tensor=sample_a, b_tensor=sample_b, d_tensor=sample_d, sfa_tensor=sample_sfa, sfb_tensor=sample_sfb,
+            padded_offsets=sample_padded_offsets, alpha_tensor=sample_alpha, d_col_tensor=sample_d_col,
+            sfd_row_tensor=sample_sfd_row, sfd_col_tensor=sample_sfd_col, amax_tensor=sample_amax,
+            norm_const_tensor=sample_norm_const, prob_tensor=sample_prob, bias_tensor=sample_bias, acc_dtype=acc_dtype,
+            sf_vec_size=sf_vec_size, m_aligned=m_aligned, discrete_col_sfd=discrete_col_sfd, gate_up=gate_up,
+            semantics=semantics,
+        )  # fmt: skip
         samples = self._samples.tensors().items()
         check_readable(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
         self._backend, self._config = backend, config

@@ -31,7 +31,7 @@ class Case(Protocol):
     operands: Any
 
     def run(self, operands: Any) -> Any:
-        """Makes the call into a guarded output of its own, or from poisoned memory: a tensor, or several."""
+        """Makes the call into a separate guarded output, or from poisoned memory: a tensor, or several."""
         ...
 
     def make(self, out: Any) -> object:
