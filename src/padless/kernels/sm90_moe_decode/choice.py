@@ -1,4 +1,4 @@
-"""Which experts a token has, as a launch of the decoding layer is told: ids and weights, or a router's logits."""
+"""A token's experts as a launch of the decoding layer is told: ids and weights, or a router's logits."""
 
 from __future__ import annotations
 
