@@ -92,7 +92,7 @@ class Pass(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What layers ask for: kernels of NVRTC, and Triton's, each once."""
+    """Requests of layers: kernels of NVRTC, and Triton's, each once."""
 
     kernels: dict[jit.Kernel, None]
     passes: dict[str, Pass]
@@ -109,7 +109,7 @@ def weights(experts: int, n: int, k: int, format: BlockScaledFormat = FP8_BLOCK)
 
 
 def options_of(format: BlockScaledFormat, arch: str) -> dict[str, Any]:
-    """What the plug-ins give `moe` besides operands: the format of activations; gpt-oss' gate."""
+    """Options that the plug-ins give `moe` next to operands: the format of activations; gpt-oss' gate."""
     found: dict[str, Any] = {"backend": BACKENDS[arch]}
     if format in (MXFP4, NVFP4):
         found["activations"] = torch.bfloat16 if arch == "sm_90a" else MXFP8 if format is MXFP4 else NVFP4
@@ -162,7 +162,7 @@ def rehearsed(most: int) -> list[int]:
 
 
 def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK") -> Asked:
-    """What the model's layer asks for with up to so many tokens. RuntimeError where a rehearsal failed."""
+    """Requests of the model's layer with up to so many tokens. RuntimeError where a rehearsal failed."""
     experts, top_k, hidden, intermediate, _ = MODELS[model]
     kind = FORMAT_BY_NAME[format]
     w13, w2 = weights(experts, 2 * intermediate, hidden, kind), weights(experts, hidden, intermediate, kind)

@@ -114,7 +114,7 @@ def tiles_table() -> Iterator[str]:
 
 
 def published_table() -> Iterator[str]:
-    """What was published, of a pair's tiles of 256 x 256, and cycles of its stages at the clock that was sampled."""
+    """Published rates of a pair's tiles of 256 x 256, and cycles of its stages at the clock that was sampled."""
     cycles = f"cycles a stage at {SAMPLED_GHZ} GHz: {' | '.join(RATES)}"
     yield f"| published, M = N; PFLOP/s | {' | '.join(RATES)} | gain | {cycles} | K = 96, B/clk |"
     yield "|---" * (3 + 2 * len(RATES)) + "|"

@@ -86,7 +86,7 @@ def in_process(cubins: Path | None, caches: Path, tokens: int, device: str) -> d
 
 
 def problems_of(found: list[dict[str, Any]]) -> list[str]:
-    """What must not be: compiling, or more than the target, with cubins; nothing compiled without; other bits."""
+    """Complaints: compiling, or more than the target, with cubins; nothing compiled without; other bits."""
     wrong = []
     for one in found:
         name = f"{one['tokens']} tokens, {one['case']}"

@@ -40,7 +40,7 @@ def python_files() -> list[Path]:
 
 
 # Functions and classes that still begin so. It goes down: a new one fails here, and some time all are gone.
-MEMBERS_LEFT = 36
+MEMBERS_LEFT = 33
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():

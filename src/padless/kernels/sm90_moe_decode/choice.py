@@ -16,7 +16,7 @@ MOST_GROUPS = 32  # a lane each
 
 
 class Rule(Protocol):
-    """What a `padless.moe.Router` says."""
+    """The fields of a `padless.moe.Router`."""
 
     @property
     def k(self) -> int: ...
@@ -50,7 +50,7 @@ class Given:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the launch reads, in the order of its parameters."""
+        """Inputs of the launch, in the order of its parameters."""
         return self.ids, self.weights
 
     @property
@@ -83,7 +83,7 @@ class ByLogits:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the launch reads, in the order of its parameters."""
+        """Inputs of the launch, in the order of its parameters."""
         return self.logits, self.bias
 
     @property
@@ -93,7 +93,7 @@ class ByLogits:
 
     @property
     def facts(self) -> tuple[object, ...]:
-        """What the launch depends on next to ``tensors``."""
+        """Values that the launch depends on next to ``tensors``."""
         return (self.rule,)
 
     @property
