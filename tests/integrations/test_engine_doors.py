@@ -167,6 +167,7 @@ def test_nothing_heavy_is_imported_for_who_did_not_ask(engine: str) -> None:
     assert imported == [
         "padless",
         "padless._version",
+        "padless.deprecation",
         "padless.integrations",
         "padless.integrations.engines",
         plugin,
