@@ -184,6 +184,16 @@ def test_unordered_stores_of_one_value(place: str, value: str, strict: bool, kin
     assert out[int(place == "shared")] in data
 
 
+def outcome(source: str, threads: int, strict: bool, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """A word of output to a thread, and the random input of as many, of a launch whose reports are all of this kind."""
+    emulator = Emulator(compile_cuda(source), strict=strict, seed=1)
+    out = np.zeros(threads, np.uint32)
+    data = np.random.default_rng(4).integers(0, 1 << 32, threads, dtype=np.uint32)
+    result = emulator.launch("k", 1, threads, [emulator.memory.register(x) for x in (out, data)])
+    assert kinds(result) == {kind}
+    return out, data
+
+
 COPIES = r"""
 extern "C" __global__ void k(unsigned* out, const unsigned* in) {
   __shared__ unsigned s[2];
@@ -197,10 +207,7 @@ extern "C" __global__ void k(unsigned* out, const unsigned* in) {
     ("threadIdx.x / 16", False, "tolerated"), ("threadIdx.x / 16", True, "race"), ("threadIdx.x", False, "race"),
 ])  # fmt: skip
 def test_copies_of_one_word_to_one_word(value: str, strict: bool, kind: str) -> None:
-    emulator = Emulator(compile_cuda(COPIES.replace("VALUE", value)), strict=strict, seed=1)
-    out, data = np.zeros(32, np.uint32), np.random.default_rng(5).integers(0, 1 << 32, 32, dtype=np.uint32)
-    result = emulator.launch("k", 1, 32, [emulator.memory.register(x) for x in (out, data)])
-    assert kinds(result) == {kind}
+    out, data = outcome(COPIES.replace("VALUE", value), 32, strict, kind)
     assert value == "threadIdx.x" or (out == data[np.arange(32) // 16]).all()
 
 
@@ -217,10 +224,7 @@ extern "C" __global__ void k(unsigned* out, const unsigned* in) {
     ("threadIdx.x % 32", False, "tolerated"), ("threadIdx.x % 32", True, "race"), ("threadIdx.x", False, "race"),
 ])  # fmt: skip
 def test_unordered_stores_of_one_matrix(value: str, strict: bool, kind: str) -> None:
-    emulator = Emulator(compile_cuda(MATRICES.replace("VALUE", value)), strict=strict, seed=1)
-    out, data = np.zeros(64, np.uint32), np.random.default_rng(4).integers(0, 1 << 32, 64, dtype=np.uint32)
-    result = emulator.launch("k", 1, 64, [emulator.memory.register(x) for x in (out, data)])
-    assert kinds(result) == {kind}
+    out, data = outcome(MATRICES.replace("VALUE", value), 64, strict, kind)
     assert (out[:32] == out[32:]).all()
     assert (out[:32] == data[:32]).all() or value == "threadIdx.x"
 
