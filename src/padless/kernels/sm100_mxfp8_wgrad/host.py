@@ -10,12 +10,13 @@ import torch
 from padless.formats import ceil_div
 from padless.kernels.launch import Prepared, load_kernel
 from padless.kernels.maps import output_ragged
-from padless.kernels.sm100_wgrad import TILE, Sm100WgradConfig
+from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig
+from padless.kernels.sm100_wgrad import TILE
 from padless.runtime.driver import Argument, Driver, LaunchShape
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec, outer_stride
 
 KERNEL = "sm100_mxfp8_wgrad/sm100_mxfp8_wgrad.cu"
-Config = Sm100WgradConfig
+Config = Mxfp8WgradConfig
 _TOKENS = 128  # of a stage
 
 
@@ -25,7 +26,7 @@ def prepare(
     x: tuple[torch.Tensor, torch.Tensor],
     offs: torch.Tensor,
     out: torch.Tensor,
-    config: Sm100WgradConfig,
+    config: Mxfp8WgradConfig,
 ) -> Prepared:
     """Packs the launch of out[g] (+)= dy[rows of g]^T x[rows of g]; out (G, N, K), G > 0.
 
@@ -39,7 +40,8 @@ def prepare(
     arguments += [(t.data_ptr(), 8) for t in (dy[1], x[1], offs, out)]
     arguments += [(out.stride(0), 8), (out.stride(1), 8), (n, 4), (k, 4), (dy[0].shape[0], 4)]
     arguments.append((min(dy[1].shape[0], x[1].shape[0]), 4))
-    shape = LaunchShape(num_groups * ceil_div(n, TILE) * ceil_div(k, TILE), kernel.num_threads, 1)
+    tiles = num_groups * ceil_div(n, config.tile) * ceil_div(k, config.tile)
+    shape = LaunchShape(tiles * config.cta_group, kernel.num_threads, config.cta_group)
     return Prepared(driver.prepare(function, kernel, shape, arguments, [*dy, *x, offs, out]))
 
 

@@ -12,15 +12,20 @@
 // Arithmetic, per output element: the tensor core adds the scaled products of 32 tokens to a float32 accumulator, from the group's
 // first token on. The sum is stored rounded to nearest even, or added to what was there, in float32.
 //
-// Roles, by warp. A CTA has one tile of one group.
+// With CTA_GROUP = 2 a pair of CTAs multiplies as one, 256 x 256: each has 128 rows of the tile, and loads its rows' features of
+// A, half of the columns' of B, and the scales of its rows and of all columns.
 //
-//   0-3  store        4  load A and B        5  multiply        6  scales of A        7  scales of B
+// Roles, by warp. A CTA, or a pair, has one tile of one group. * marks what only the even CTA of a pair does.
 //
-//      4, 6, 7                                  5                                0-3
-//      -------                                  -                                ---
+//   0-3  store        4  load A and B        5  multiply *        6  scales of A        7, of a pair 8  scales of B, 128 columns each
+//
+//      4, 6, 7, 8                               5                                0-3
+//      ----------                               -                                ---
 //      wait empty[s] <---------- commits -----  ... after the products of s
 //      load --> full[s] (bytes, arrivals) --->  wait full[s]; cp scales; mma
 //                                               mma of the tile; commit --> done  -> wait done; ld; store
+//
+// full: in the even CTA of a pair, signalled by both; empty, done: one in each CTA, committed to both.
 //
 // Padding-free rule: no byte of another group is multiplied. A group's last block of tokens is read through a map that ends at the
 // group's last token, behind which the copy engine writes zeros (device/sm90/output.cuh has the method); steps of 32 tokens
@@ -35,23 +40,33 @@ using uint64_t = unsigned long long;
 #include "device/ptx/memory.cuh"
 #include "device/ptx/tcgen05.cuh"
 #include "device/ptx/tma.cuh"
+#include "device/ptx/tma_sm100.cuh"
 
 #include "device/sm100/descriptors.cuh"
 #include "device/pipeline.cuh"
 #include "sm100_mxfp8_wgrad/storage.cuh"
 
-// Codes of a stage, one thread.
+__device__ __forceinline__ int pair_rank() {
+    return CTA_GROUP == 1 ? 0 : static_cast<int>(cluster_cta_rank());
+}
+
+// Codes of a stage, one thread: this CTA's part.
 __device__ __forceinline__ void load_codes(SharedStorage& shared, const Rows& a, const Rows& b,
                                            const Tile& tile) {
     Pipeline<STAGES> pipeline;
     for (int block = 0; block < tile.blocks(); ++block) {
         const int stage = pipeline.stage;
-        const uint32_t full = shared_address(&shared.full[stage]);
+        uint32_t full = shared_address(&shared.full[stage]);
         mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-        mbarrier_arrive_expect_tx(full, 2 * OPERAND_BYTES);
+        if (pair_rank() == 0) mbarrier_arrive_expect_tx(full, CTA_GROUP * 2 * OPERAND_BYTES);
+        if constexpr (CTA_GROUP == 2) full = pair_even_address(full);
         const int token = tile.end - tile.tokens + block * BLOCK_T;
-        load_block(a, shared.a[stage], full, tile.row, token, tile.end);
-        load_block(b, shared.b[stage], full, tile.column, token, tile.end);
+        load_block(a, shared.a[stage], full, tile.row + pair_rank() * PART, token, tile.end);
+        load_block(b, shared.b[stage], full, tile.column + pair_rank() * PART, token, tile.end);
+        pipeline.advance();
+    }
+    for (int s = 0; CTA_GROUP == 2 && s < STAGES; ++s) {  // no commit may arrive here once the CTA is gone
+        mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
         pipeline.advance();
     }
 }
@@ -72,7 +87,7 @@ __device__ __forceinline__ void fetch_scales(LaneScales& scales, const uint8_t* 
     }
 }
 
-// Scales of an operand, one warp. Those of the next block are on their way while a stage is waited for.
+// Scales of 128 features of an operand, one warp. Those of the next block are on their way while a stage is waited for.
 __device__ __forceinline__ void load_scales(SharedStorage& shared, uint8_t (*atoms)[SCALE_ATOM_BYTES],
                                             const uint8_t* scales, int features, int feature,
                                             const Tile& tile, int lane) {
@@ -93,39 +108,59 @@ __device__ __forceinline__ void load_scales(SharedStorage& shared, uint8_t (*ato
                          words[3]);
         fence_proxy_async_shared();
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(shared_address(&shared.full[pipeline.stage]));
+        if (lane == 0) {
+            const uint32_t full = shared_address(&shared.full[pipeline.stage]);
+            if constexpr (CTA_GROUP == 1)
+                mbarrier_arrive(full);
+            else
+                mbarrier_arrive_release_cluster(full, 0);
+        }
         pipeline.advance();
     }
 }
 
-// Products, one thread. `tmem`: first column of the allocation.
+// One arrival, after all products so far, on the barrier of every CTA that takes part.
+__device__ __forceinline__ void commit(uint32_t barrier) {
+    if constexpr (CTA_GROUP == 1)
+        tcgen05_commit(barrier);
+    else
+        tcgen05_commit_multicast<CTA_GROUP>(barrier, 3);
+}
+
+// Products, one thread, of the even CTA. `tmem`: first column of the allocation.
 __device__ __forceinline__ void issue_mma(SharedStorage& shared, const Tile& tile, uint32_t tmem) {
     Pipeline<STAGES> pipeline;
     for (int block = 0; block < tile.blocks(); ++block) {
         const int stage = pipeline.stage;
-        mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+        const uint32_t full = shared_address(&shared.full[stage]);
+        if constexpr (CTA_GROUP == 1)
+            mbarrier_wait(full, pipeline.phase);
+        else
+            mbarrier_wait_cluster(full, pipeline.phase);
         tcgen05_fence_after_thread_sync();
         const uint32_t a = tcgen05_descriptor_low(shared_address(shared.a[stage]));
         const uint32_t b = tcgen05_descriptor_low(shared_address(shared.b[stage]));
-        tcgen05_cp_32x128b_warpx4<1>(
+        tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
             tmem + SFA_COLUMN,
             scale_atom_descriptor(tcgen05_descriptor_low(shared_address(shared.sfa[stage]))));
-        tcgen05_cp_32x128b_warpx4<1>(
-            tmem + SFB_COLUMN,
-            scale_atom_descriptor(tcgen05_descriptor_low(shared_address(shared.sfb[stage]))));
+#pragma unroll
+        for (int part = 0; part < CTA_GROUP; ++part)
+            tcgen05_cp_32x128b_warpx4<CTA_GROUP>(
+                tmem + SFB_COLUMN + part * SCALE_ATOM_COLUMNS,
+                scale_atom_descriptor(tcgen05_descriptor_low(shared_address(shared.sfb[part][stage]))));
         const int steps = tile.steps(block);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             if (step >= steps) break;
-            tcgen05_mma_mxf8f6f4_block32<1>(tmem, tcgen05_operand_descriptor(a + step * (STEP_BYTES / 16)),
+            tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(tmem, tcgen05_operand_descriptor(a + step * (STEP_BYTES / 16)),
                                             tcgen05_operand_descriptor(b + step * (STEP_BYTES / 16)),
                                             SHAPE | scale_ids(step), tmem + SFA_COLUMN, tmem + SFB_COLUMN,
                                             block != 0 || step != 0);
         }
-        tcgen05_commit(shared_address(&shared.empty[stage]));
+        commit(shared_address(&shared.empty[stage]));
         pipeline.advance();
     }
-    if (tile.tokens > 0) tcgen05_commit(shared_address(&shared.done));
+    if (tile.tokens > 0) commit(shared_address(&shared.done));
 }
 
 // One warp: 32 rows of the tile, one to a lane.
@@ -137,7 +172,7 @@ __device__ __forceinline__ void store_tile(SharedStorage& shared, const Gradient
     } else if (ACCUMULATE) {
         return;
     }
-    const int row = tile.row + warp * 32 + lane;
+    const int row = tile.row + pair_rank() * PART + warp * 32 + lane;
 #pragma unroll 1
     for (int column = 0; column < TILE; column += 32) {
         uint32_t sums[32] = {};
@@ -161,12 +196,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm100_mxfp8
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     const int lane = threadIdx.x % 32;
-    const Tile tile = tile_of(blockIdx.x, offs, n_rows, n_columns, tokens, scale_rows, lane);
+    const Tile tile = tile_of(blockIdx.x / CTA_GROUP, offs, n_rows, n_columns, tokens, scale_rows, lane);
     const Gradient d{out, group_stride, row_stride, n_rows, n_columns};
 
     if (warp == 0 && elect_one()) {
         for (int s = 0; s < STAGES; ++s) {
-            mbarrier_init(shared_address(&shared.full[s]), 3);  // bytes announced, and two warps with scales
+            mbarrier_init(shared_address(&shared.full[s]), FULL_ARRIVALS);
             mbarrier_init(shared_address(&shared.empty[s]), 1);
         }
         mbarrier_init(shared_address(&shared.done), 1);
@@ -180,32 +215,41 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm100_mxfp8
     }
     __syncwarp();
     if (warp == MMA_WARP) {
-        tcgen05_alloc<1, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
-        tcgen05_relinquish_alloc_permit<1>();
+        tcgen05_alloc<CTA_GROUP, TMEM_COLUMNS>(shared_address(&shared.tensor_memory));
+        tcgen05_relinquish_alloc_permit<CTA_GROUP>();
     }
     tcgen05_fence_before_thread_sync();
     __syncthreads();
+    if constexpr (CTA_GROUP == 2) {  // no signal may reach a barrier that its CTA has not made yet
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
     tcgen05_fence_after_thread_sync();
     const uint32_t tmem = shared.tensor_memory;
 
     if (warp == LOAD_WARP) {
         if (elect_one()) load_codes(shared, Rows{map_a, map_a_ragged}, Rows{map_b, map_b_ragged}, tile);
     } else if (warp == MMA_WARP) {
-        if (elect_one()) issue_mma(shared, tile, tmem);
+        if (pair_rank() == 0 && elect_one()) issue_mma(shared, tile, tmem);
     } else if (warp == SFA_WARP) {
-        load_scales(shared, shared.sfa, sfa, n_rows, tile.row, tile, lane);
-    } else if (warp == SFB_WARP) {
-        load_scales(shared, shared.sfb, sfb, n_columns, tile.column, tile, lane);
+        load_scales(shared, shared.sfa, sfa, n_rows, tile.row + pair_rank() * PART, tile, lane);
+    } else if (warp >= SFB_WARP) {
+        const int part = warp - SFB_WARP;
+        load_scales(shared, shared.sfb[part], sfb, n_columns, tile.column + part * PART, tile, lane);
     } else {
         store_tile(shared, d, tile, tmem, warp, lane);
     }
 
-    // Nobody may free tensor memory while a warp reads it.
+    // No warp may free tensor memory while another reads it, nor leave while its peer may still signal it or use its memories.
     __syncwarp();
     tcgen05_fence_before_thread_sync();
     __syncthreads();
+    if constexpr (CTA_GROUP == 2) {
+        barrier_cluster_arrive();
+        barrier_cluster_wait();
+    }
     if (warp == MMA_WARP) {
         tcgen05_fence_after_thread_sync();
-        tcgen05_dealloc<1, TMEM_COLUMNS>(tmem);
+        tcgen05_dealloc<CTA_GROUP, TMEM_COLUMNS>(tmem);
     }
 }

@@ -2,7 +2,7 @@
 // (.cta_group::2).
 #pragma once
 
-// Both forms take a barrier of either CTA of the pair, as a shared::cluster address: pair_even_address gives the even one's.
+// All forms take a barrier of either CTA of the pair, as a shared::cluster address: pair_even_address gives the even one's.
 
 // The address in the even CTA of the pair of what lies at `address` in this one: bits 24 and up of a shared::cluster
 // address are the CTA's rank.
@@ -25,6 +25,15 @@ __device__ __forceinline__ void tma_load_3d_pair(const TensorMap& map, uint32_t 
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2 [%0], "
         "[%1, {%3, %4, %5}], [%2];" ::"r"(destination),
         "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2)
+        : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d_pair(const TensorMap& map, uint32_t destination, uint32_t barrier,
+                                                 int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2 [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
 
