@@ -26,7 +26,7 @@ from clock_sm100 import FEW, MANY, Problem, call_of, chosen, tile_times
 from padless.emulator.fake_driver import driver_of
 from padless.emulator.timing import B200, Timeline, timed
 from padless.emulator.timing.chip import Call, TileTimes, call_time, first_touches
-from padless.kernels.sm100_wgrad import TILE
+from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig, select_config
 from padless.ops.grouped_gemm import group_offsets
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.quantization.mx_rows_columns import quantize_mx_rows_columns
@@ -85,52 +85,57 @@ CUDNN_LAYER = (262144, 64, 2560, 1280, 8777.0)
 # ------------------------------------------------------------------------------------------------- weight gradients
 
 
-def run_wgrad(stages: int, tiles: int = 1) -> Timeline:
-    """One multiprocessor that computes so many tiles of a weight gradient, one after the other."""
+def run_wgrad(config: Mxfp8WgradConfig, stages: int, tiles: int = 1) -> Timeline:
+    """One multiprocessor, or a pair, that computes so many tiles of a weight gradient, one after the other."""
     generator = torch.Generator().manual_seed(0)
     tokens = stages * BLOCK
     offs = group_offsets([tokens])
     dy, x = (
         quantize_mx_rows_columns(torch.randn(tokens, features, generator=generator), offs, rows=False)[1]
-        for features in (TILE, TILE * tiles)
+        for features in (config.tile, config.tile * tiles)
     )
     driver = driver_of("emulator:sm_100a")
-    with driver.configured(machine=timed(B200, record=False, sms=1)):
-        grouped_gemm_wgrad_mxfp8(dy, x, offs, backend="emulator:sm_100a")
+    with driver.configured(machine=timed(B200, record=False, sms=config.cta_group)):
+        grouped_gemm_wgrad_mxfp8(dy, x, offs, backend="emulator:sm_100a", config=config)
     result = driver.last_result
     assert result is not None
     timeline: Timeline = result.timeline
     return timeline
 
 
-@lru_cache(maxsize=1)
-def wgrad_times() -> TileTimes:
-    """Cycles of its tiles, a CTA each: between two of them lie all of one's stores and the next one's start."""
-    one, long, three = run_wgrad(FEW), run_wgrad(MANY), run_wgrad(FEW, 3)
+@lru_cache(maxsize=2)
+def wgrad_times(config: Mxfp8WgradConfig) -> TileTimes:
+    """Cycles of its tiles, a CTA or a pair each: between two of them lie all of one's stores and the next one's start."""
+    one, long, three = run_wgrad(config, FEW), run_wgrad(config, MANY), run_wgrad(config, FEW, 3)
     period = (long.cycles - one.cycles) / (MANY - FEW)
     between = (three.cycles - one.cycles) / 2 - FEW * period
     start = one.window()[0]
     return TileTimes(start, max(one.cycles - start - FEW * period, 0.0), {0: period}, {0: between})
 
 
-def wgrad_call(linear: Linear) -> Call:
+def wgrad_config(linear: Linear) -> Mxfp8WgradConfig:
+    """The one that the call chooses."""
+    return select_config(linear.rows, linear.n, linear.k, linear.groups, B200.num_sms)
+
+
+def wgrad_call(linear: Linear, config: Mxfp8WgradConfig) -> Call:
     """Tiles in the grid's order, columns first. Those that run at the same time read an operand's part once, and later
     ones read it again: a group's operands are as large as L2."""
-    size = max(linear.sizes)
+    size, workers = max(linear.sizes), B200.num_sms // config.cta_group
     tiles = [
         (group, row, column)
         for group in range(linear.groups)
-        for row in range(0, linear.n, TILE)
-        for column in range(0, linear.k, TILE)
+        for row in range(0, linear.n, config.tile)
+        for column in range(0, linear.k, config.tile)
     ]
-    part = size * TILE * CODE
+    part = size * config.tile * CODE
     loads: list[float] = []
-    for first in range(0, len(tiles), B200.num_sms):
-        together = tiles[first : first + B200.num_sms]
+    for first in range(0, len(tiles), workers):
+        together = tiles[first : first + workers]
         loads += first_touches((((g, row), part), ((g, column), part)) for g, row, column in together)
-    stores = [2.0 * TILE * TILE] * len(tiles)
+    stores = [2.0 * config.tile**2] * len(tiles)
     products = float(linear.rows * linear.n * linear.k)
-    return Call([0] * len(tiles), ceil(size / BLOCK), products, B200.num_sms, loads, stores)
+    return Call([0] * len(tiles), ceil(size / BLOCK), products, workers, loads, stores)
 
 
 # ------------------------------------------------------------------------------------------------- parts
@@ -157,7 +162,8 @@ def transposed(linear: Linear) -> Linear:
 
 def weight_gradient(linear: Linear) -> Times:
     """dY^T X of every group, in bfloat16."""
-    return in_a_row(wgrad_call(linear), wgrad_times())
+    config = wgrad_config(linear)
+    return in_a_row(wgrad_call(linear, config), wgrad_times(config))
 
 
 def traffic(read: float, written: float) -> Times:

@@ -25,7 +25,7 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_dense.config import Sm100DenseConfig
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig
-from padless.kernels.sm100_wgrad import Sm100WgradConfig
+from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.runtime.choices import BackendName
 
@@ -165,7 +165,7 @@ def mxfp8_gradient(device: EmulatedDriver) -> object:
         return made.column_codes, made.column_scale
 
     dy, x = map(columns, (48, 144) if _sizes is LONG else (144, 48))
-    return grouped_gemm_wgrad_mxfp8(dy, x, offs, backend=backend_of(device), config=Sm100WgradConfig(num_stages=2))
+    return grouped_gemm_wgrad_mxfp8(dy, x, offs, backend=backend_of(device), config=Mxfp8WgradConfig(num_stages=2))
 
 
 def bf16_gradient(device: EmulatedDriver) -> object:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from padless.arguments import check_flag, check_readable
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm100_mxfp8_wgrad import host
-from padless.kernels.sm100_wgrad import Sm100WgradConfig
+from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig, select_config
 from padless.ops.checks import check_alignment, check_ends, check_rows, describe
 from padless.ops.outputs import check_outputs
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
@@ -30,7 +32,7 @@ def grouped_gemm_wgrad_mxfp8(
     accumulate: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: BackendName | None = None,
-    config: Sm100WgradConfig | None = None,
+    config: Mxfp8WgradConfig | None = None,
 ) -> torch.Tensor:
     """out[g] (+)= dY[rows of g]^T @ X[rows of g], (G, N, K), of MXFP8 operands with scales along the tokens.
 
@@ -42,7 +44,7 @@ def grouped_gemm_wgrad_mxfp8(
     out: (G, N, K) bfloat16 or float32 to write into, innermost dimension contiguous; None makes it in out_dtype.
     accumulate: adds to what ``out`` holds, in float32; ``out`` has to be given, as float32.
     backend: "cuda" (Blackwell), "reference", "emulator:sm_100a", or None: the kernel on a GPU, else the reference.
-    config: the kernel's; output dtype and accumulation are taken from the call.
+    config: the kernel's, None to choose by shape; output dtype and accumulation are taken from the call.
 
     A group without a token gets zeros; with ``accumulate`` none of it is touched. The sum of a group runs over its
     tokens in order, 32 at a time, and nothing of other groups takes part. One launch, no synchronization, no copy of
@@ -66,8 +68,10 @@ def grouped_gemm_wgrad_mxfp8(
         return grouped_gemm_wgrad_mxfp8_reference(dy, x, offs, out=result, accumulate=accumulate)
     if is_without_tokens(result, accumulate, dy[0].shape[0]):
         return result
-    stages = 0 if config is None else config.num_stages
-    used = Sm100WgradConfig(stages, result.dtype, accumulate)
+    if config is None:
+        num_sms = driver.num_sms(result.device.index or 0)
+        config = select_config(dy[0].shape[0], *result.shape[1:], result.shape[0], num_sms)
+    used = replace(config, out_dtype=result.dtype, accumulate=accumulate)
     host.prepare(driver, dy, x, offs, result, used).launch(stream_of(result))
     return result
 

@@ -10,7 +10,7 @@ import torch
 import padless
 from padless import MXFP8, Epilogue, grouped_gemm_epilogue, quantize
 from padless.emulator.fake_driver import driver_of
-from padless.kernels.sm100_wgrad import Sm100WgradConfig
+from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.reference.wgrad_mxfp8 import decoded, grouped_gemm_wgrad_mxfp8_reference
 from padless.testing.bits import same_bits
@@ -18,7 +18,7 @@ from support.mxfp8_wgrad import Columns, columns_of, group_of, launched, random_
 
 BACKEND = "emulator:sm_100a"
 DRIVER = driver_of(BACKEND)
-STORED = Sm100WgradConfig(num_stages=2, out_dtype=torch.float32)
+STORED = Mxfp8WgradConfig(num_stages=2, out_dtype=torch.float32)
 # Every length of the last step and stage; N and K differ and are no multiples of a tile.
 LENGTHS = (0, 1, 31, 32, 33, 63, 65, 96, 97, 127, 128, 129, 257)
 TILES = (300, 0, 97)
@@ -176,4 +176,4 @@ def test_what_is_not_allowed() -> None:
     with pytest.raises(ValueError, match="accumulate adds to float32"):
         grouped_gemm_wgrad_mxfp8(dy, x, offs, accumulate=True)
     with pytest.raises(ValueError, match="num_stages is 1; allowed"):
-        Sm100WgradConfig(num_stages=1)
+        Mxfp8WgradConfig(num_stages=1)
