@@ -105,7 +105,7 @@ def run_wgrad(config: Mxfp8WgradConfig, stages: int, tiles: int = 1) -> Timeline
 
 @lru_cache(maxsize=2)
 def wgrad_times(config: Mxfp8WgradConfig) -> TileTimes:
-    """Cycles of its tiles, a CTA or a pair each: between two of them lie all of one's stores and the next one's start."""
+    """Cycles of its tiles, a CTA or pair each: between two of them lie all of one's stores and the next one's start."""
     one, long, three = run_wgrad(config, FEW), run_wgrad(config, MANY), run_wgrad(config, FEW, 3)
     period = (long.cycles - one.cycles) / (MANY - FEW)
     between = (three.cycles - one.cycles) / 2 - FEW * period

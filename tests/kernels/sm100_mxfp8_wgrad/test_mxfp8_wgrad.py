@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import torch
 import padless
 from padless import MXFP8, Epilogue, grouped_gemm_epilogue, quantize
 from padless.emulator.fake_driver import driver_of
-from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig
+from padless.kernels.sm100_mxfp8_wgrad import host
+from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig, select_config
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.reference.wgrad_mxfp8 import decoded, grouped_gemm_wgrad_mxfp8_reference
 from padless.testing.bits import same_bits
@@ -20,6 +22,7 @@ BACKEND = "emulator:sm_100a"
 DRIVER = driver_of(BACKEND)
 STORED = Mxfp8WgradConfig(num_stages=2, out_dtype=torch.float32)
 # Every length of the last step and stage; N and K differ and are no multiples of a tile.
+PAIR = replace(STORED, cta_group=2)
 LENGTHS = (0, 1, 31, 32, 33, 63, 65, 96, 97, 127, 128, 129, 257)
 TILES = (300, 0, 97)
 
@@ -71,6 +74,35 @@ def test_random_problems(seed: int) -> None:
         out = launched(DRIVER, problem, config)
     steps = -(-max(sizes) // 32)
     assert bool(((out - reference(problem)).abs() <= 34 * steps * 2.0**-25 * magnitudes(problem)).all())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "behind", "n", "k"),
+    [((1, 0, 70), 7, 144, 48), pytest.param((300, 0, 97, 1, 33), 3, 272, 400, marks=pytest.mark.slow)],
+    ids=["half of the columns", "several tiles"],
+)
+def test_a_pairs_bits_are_those_of_single_ctas(sizes: tuple[int, ...], behind: int, n: int, k: int) -> None:
+    """Groups without a token and of one, part of a step and of a stage, NaN behind the last; all are added to."""
+    problem = random_columns(sizes, behind, n, k, 4)
+    want = launched(DRIVER, problem, STORED)
+    assert same_bits(launched(DRIVER, problem, replace(PAIR, accumulate=True), want.clone()), want + want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_a_pairs_bits_in_random_problems(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    sizes = tuple(draw(0, 300) * draw(0, 2) + draw(0, 2) for _ in range(draw(1, 5)))
+    problem = random_columns(sizes, draw(1, 40), 16 * draw(1, 20), 16 * draw(1, 30), seed)
+    with DRIVER.configured(seed=seed):
+        config = replace(PAIR, num_stages=draw(2, 7))
+        want = launched(DRIVER, problem, STORED)
+        assert same_bits(launched(DRIVER, problem, config), want)
+        assert same_bits(launched(DRIVER, problem, replace(config, out_dtype=torch.bfloat16)), want.bfloat16())
 
 
 def test_bfloat16_is_the_float32_sum_rounded() -> None:
@@ -153,11 +185,37 @@ def test_the_call_is_the_kernel() -> None:
     assert same_bits(out, torch.where(torch.tensor([33, 0, 80])[:, None, None] > 0, stored + 1, torch.ones(())))
 
 
-def test_offsets_that_are_wrong_touch_nothing_outside() -> None:
+def test_the_call_takes_a_pair_where_it_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tiles by two CTAs one after the other, or one tile by the pair that they make: other tiles, the same bits."""
+    problem = random_columns((5, 33), 2, 144, 144, 3)
+    operands, used, prepare = (problem.dy, problem.x, problem.offs), [], host.prepare
+
+    def prepared(*arguments: Any) -> Any:
+        used.append(arguments[-1])
+        return prepare(*arguments)
+
+    monkeypatch.setattr(host, "prepare", prepared)
+    got = grouped_gemm_wgrad_mxfp8(*operands, out_dtype=torch.float32, backend=BACKEND)
+    want = grouped_gemm_wgrad_mxfp8(*operands, out_dtype=torch.float32, backend=BACKEND, config=STORED)
+    assert used == [Mxfp8WgradConfig(out_dtype=torch.float32, cta_group=2), STORED]
+    assert same_bits(got, want)
+
+
+def test_the_tile_that_a_problem_gets() -> None:
+    """A pair, unless its tiles are so few that many multiprocessors would have none; never where there is one alone."""
+    assert select_config(131072, 2048, 7168, 8, 148).cta_group == 2
+    assert select_config(1024, 2048, 2048, 64, 148).cta_group == 2
+    assert select_config(4096, 1024, 1024, 1, 148).cta_group == 1  # 64 tiles of 148 multiprocessors, or 16 of 74 pairs
+    assert select_config(4096, 128, 128, 64, 148).cta_group == 1  # no half of a tile would be used
+    assert select_config(131072, 2048, 7168, 8, 1).cta_group == 1
+
+
+@pytest.mark.parametrize("config", [STORED, pytest.param(PAIR, marks=pytest.mark.slow)], ids=["CTA", "pair"])
+def test_offsets_that_are_wrong_touch_nothing_outside(config: Mxfp8WgradConfig) -> None:
     """Past the rows, falling, and with more tokens than the scales have rows; the emulator refuses other accesses."""
     problem = random_columns((33, 0, 80), 2, 48, 16, 3)
     for ends in ((40, 20, 400), (-5, 200, 100), (2**31 - 1, 2**31 - 1, 2**31 - 1)):
-        launched(DRIVER, replace(problem, offs=torch.tensor(ends, dtype=torch.int32)), STORED)
+        launched(DRIVER, replace(problem, offs=torch.tensor(ends, dtype=torch.int32)), config)
 
 
 def test_what_is_not_allowed() -> None:
@@ -177,3 +235,5 @@ def test_what_is_not_allowed() -> None:
         grouped_gemm_wgrad_mxfp8(dy, x, offs, accumulate=True)
     with pytest.raises(ValueError, match="num_stages is 1; allowed"):
         Mxfp8WgradConfig(num_stages=1)
+    with pytest.raises(ValueError, match="cta_group is 4; allowed: 1 or 2"):
+        Mxfp8WgradConfig(cta_group=4)
