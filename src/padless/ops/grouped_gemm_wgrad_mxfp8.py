@@ -69,8 +69,8 @@ def grouped_gemm_wgrad_mxfp8(
     if is_without_tokens(result, accumulate, dy[0].shape[0]):
         return result
     if config is None:
-        num_sms = driver.num_sms(result.device.index or 0)
-        config = select_config(dy[0].shape[0], *result.shape[1:], result.shape[0], num_sms)
+        num_groups, n, k = shape
+        config = select_config(dy[0].shape[0], n, k, num_groups, driver.num_sms(result.device.index or 0))
     used = replace(config, out_dtype=result.dtype, accumulate=accumulate)
     host.prepare(driver, dy, x, offs, result, used).launch(stream_of(result))
     return result

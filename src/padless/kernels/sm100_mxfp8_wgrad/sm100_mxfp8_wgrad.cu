@@ -152,10 +152,10 @@ __device__ __forceinline__ void issue_mma(SharedStorage& shared, const Tile& til
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             if (step >= steps) break;
-            tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(tmem, tcgen05_operand_descriptor(a + step * (STEP_BYTES / 16)),
-                                            tcgen05_operand_descriptor(b + step * (STEP_BYTES / 16)),
-                                            SHAPE | scale_ids(step), tmem + SFA_COLUMN, tmem + SFB_COLUMN,
-                                            block != 0 || step != 0);
+            tcgen05_mma_mxf8f6f4_block32<CTA_GROUP>(
+                tmem, tcgen05_operand_descriptor(a + step * (STEP_BYTES / 16)),
+                tcgen05_operand_descriptor(b + step * (STEP_BYTES / 16)), SHAPE | scale_ids(step),
+                tmem + SFA_COLUMN, tmem + SFB_COLUMN, block != 0 || step != 0);
         }
         commit(shared_address(&shared.empty[stage]));
         pipeline.advance();

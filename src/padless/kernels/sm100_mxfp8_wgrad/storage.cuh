@@ -4,7 +4,8 @@
 // The host defines, from Mxfp8WgradConfig: CTA_GROUP (1, or 2: a pair), NUM_STAGES (0 = as many as fit), OUT_TYPE (OUT_BF16 or
 // OUT_F32), ACCUMULATE (adds to what is there).
 constexpr int OUT_BF16 = 0, OUT_F32 = 2;
-constexpr int PART = 128;     // features of either operand that a CTA loads: as many bytes, the width of a swizzle
+constexpr int PART =
+    128;  // features of either operand that a CTA loads: as many bytes, the width of a swizzle
 constexpr int TILE = PART * CTA_GROUP;
 constexpr int BLOCK_T = 128;  // tokens of a stage
 constexpr int MMA_T = 32;     // of an instruction, which have a scale in common
@@ -20,7 +21,8 @@ constexpr uint32_t SHAPE = mxf8f6f4_shape(TILE, TILE, MMA_E4M3, MMA_E4M3) | A_IS
 // The last CTA_GROUP warps have the scales of 128 columns each: a CTA of a pair multiplies its rows by the columns of both.
 constexpr int STORE_WARPS = 4, LOAD_WARP = 4, MMA_WARP = 5, SFA_WARP = 6, SFB_WARP = 7;
 constexpr int NUM_THREADS = (SFB_WARP + CTA_GROUP) * 32;
-constexpr int FULL_ARRIVALS = 1 + CTA_GROUP * (1 + CTA_GROUP);  // bytes announced, and the scales' warps of every CTA
+constexpr int FULL_ARRIVALS =
+    1 + CTA_GROUP * (1 + CTA_GROUP);  // bytes announced, and the scales' warps of every CTA
 constexpr int SFA_COLUMN = TILE, SFB_COLUMN = SFA_COLUMN + SCALE_ATOM_COLUMNS;
 constexpr int TMEM_COLUMNS = 256 * CTA_GROUP;
 static_assert(SFB_COLUMN + CTA_GROUP * SCALE_ATOM_COLUMNS <= TMEM_COLUMNS, "does not fit in tensor memory");
