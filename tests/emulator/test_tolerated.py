@@ -258,34 +258,3 @@ def test_two_stores_of_one_register(again: str, found: set[str]) -> None:
     result = emulator.launch("k", 1, 128, [emulator.memory.register(x) for x in (out, data)])
     assert kinds(result) - {"uninitialised-tensor-memory"} == found
     assert found or (out == data).all()
-
-
-# ---- two phases of an mbarrier that end with no wait in between
-UNWAITED = r"""
-extern "C" __global__ void k(unsigned* out, const unsigned* in) {
-  __shared__ alignas(8) uint64_t bar;
-  if (threadIdx.x == 0) {
-    init(smem(&bar), 1);
-    #pragma unroll
-    for (int i = 0; i < 2; ++i) { arrive(smem(&bar)); EARLY }
-  }
-  __syncthreads();
-  LATE
-  out[threadIdx.x] = in[threadIdx.x];
-}"""
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("early", "late", "found"), [
-    ("", "", {"mbarrier-unwaited"}), ("wait(smem(&bar), i);", "", set()),
-    ("", "wait(smem(&bar), 1);", {"mbarrier-unwaited", "mbarrier"}),  # what it waits for is over, and so would be what it did not see
-])  # fmt: skip
-def test_a_phase_that_nothing_waits_for_counts_if_a_wait_comes_later(
-    early: str, late: str, found: set[str], strict: bool
-) -> None:
-    emulator = Emulator(compile_cuda(UNWAITED.replace("EARLY", early).replace("LATE", late)), strict=strict)
-    out, data = np.zeros(32, np.uint32), np.arange(32, dtype=np.uint32)
-    result = emulator.launch("k", 1, 32, [emulator.memory.register(x) for x in (out, data)])
-    of_strict, of_others = {"mbarrier-unwaited": "mbarrier"}, {"mbarrier-unwaited": "tolerated"}
-    assert kinds(result) == {(of_strict if strict else of_others).get(kind, kind) for kind in found}
-    assert (out == data).all()

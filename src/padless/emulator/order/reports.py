@@ -24,7 +24,6 @@ KINDS = {
     "missing-wgmma-fence": "registers of a wgmma were read or written since the last wgmma.fence",
     "mbarrier": "an mbarrier used against its rules",
     "mbarrier-init": "an mbarrier initialised against its rules, in order with all its uses and idle when made again",
-    "mbarrier-unwaited": "two phases of an mbarrier ended with no wait in between; of kind mbarrier where strict",
     "deadlock": "no warp can go on",
     "divergence": "an .aligned or .sync instruction that not all of its lanes reach together",
     "tensor-memory": "tensor memory used outside its allocation, leaked, or freed wrongly",
@@ -45,7 +44,7 @@ KINDS = {
 
 
 # What of these is tolerated only, and what it is where checks are strict.
-STRICT = {"race-equal": "race", "exit-covered": "exit", "mbarrier-unwaited": "mbarrier"}
+STRICT = {"race-equal": "race", "exit-covered": "exit"}
 
 
 @dataclass(frozen=True)

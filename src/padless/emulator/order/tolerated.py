@@ -13,11 +13,6 @@ def tolerance(kind: str, instruction: Instruction | None, other: Instruction | N
         if "init" in instruction.modifiers:
             return "memory that holds an mbarrier is made another by mbarrier.inval alone (PTX ISA, mbarrier.inval)"
         return "mbarrier.init is ordered before the async proxy by a fence alone (PTX ISA, async proxy)"
-    if kind == "mbarrier-unwaited":
-        return (
-            "a wait by parity tells the current phase from the one before alone (PTX ISA, mbarrier.test_wait): it is an "
-            "error if one comes later"
-        )
     if kind == "race-equal":
         return "two stores that nothing orders are a data race whatever they store (PTX ISA, memory consistency model)"
     if kind == "exit-covered":

@@ -38,7 +38,6 @@ class Mbarrier:
         self.init_fenced = False
         self.published = False  # by a fence and a relaxed cluster barrier, which order nothing else
         self.waited_phase = -1  # the latest phase that somebody has seen complete
-        self.unwaited: tuple[Site, str] | None = None  # a phase that ended unseen, and what a wait by parity is told
         # the latest phase in which another CTA's asynchronous work arrived; of a commit its pipe and number there
         self.foreign: tuple[int, Site | None, Any, int] = (-1, None, None, 0)
         self.valid = True
@@ -67,20 +66,15 @@ class Mbarrier:
         return bool(known[self.init_stamp[0]] >= self.init_stamp[1] and known[self.column] >= self.phase)
 
     def complete(self, parity: int) -> bool:
-        if self.unwaited is not None:
-            site, message = self.unwaited
-            site.report("mbarrier", message, key="overrun")
-            self.unwaited = None
         return self.phase & 1 != parity
 
     def _maybe_flip(self, site: Site) -> None:
-        """End the phase if nothing is pending. Two phases ending with no wait in between hide one from those who wait
-        later: they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
+        """End the phase if nothing is pending. Two phases ending with no wait in between hide one from the
+        waiters: they test a parity, and it is back where it was (PTX ISA, "Phase of the mbarrier object")."""
         if self.pending == 0 and self.tx == 0:
             if self.phase >= 1 and self.waited_phase < self.phase - 1 and self.cta.checks:
                 message = f"ends phase {self.phase} of {self.name}, but nobody has waited for phase {self.phase - 1}"
-                site.report("mbarrier-unwaited", message, key="overrun")
-                self.unwaited = site, message
+                site.report("mbarrier", message, key="overrun")
             self.phase += 1
             self.pending = self.expected
             self.done_clock, self.done_wide = copy(self.clock), copy(self.wide)
