@@ -161,7 +161,7 @@ WHOLE = HEADER + ".visible .entry k() {" + REGISTERS + "\n"
 @pytest.mark.parametrize(
     "text",
     ["frobnicate.b32 %r1, %r2;", "movv.u32 %r1, 0;", "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.f16.f16 {%r1, %r2, "
-     "%r3, %r4}, %d1, %d2, %r5, 0, 1, 1, 1, 0, 0;", "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %d1, %d2, [%r2], %r3, "
+     "%r3, %r4}, %d1, %d2, %r5, 2, 1, 1, 1, 0, 0;", "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %d1, %d2, [%r2], %r3, "
      "%p1;", "tex.2d.v4.f32.f32 {%r1, %r2, %r3, %r4}, [s, {%r5, %r6}];", "call (%r1), absent, (%r2);",
      "ld.u32 %r1, [q];"],
 )  # fmt: skip

@@ -22,15 +22,16 @@ from padless.emulator.state.site import Site
 from padless.emulator.state.warp import Cta, Fragment, Wait, Warp
 from padless.emulator.state.warp_sync import whole_warp
 from padless.emulator.state.work import Work
+from padless.emulator.units import sparsity
 from padless.emulator.units.matrix_descriptor import kind_of
 from padless.emulator.units.number_formats import Array
-from padless.emulator.units.wgmma import TYPES, Wgmma
+from padless.emulator.units.wgmma import ELEMENT_BYTES, TYPES, Wgmma
 
 
 class WgmmaOperation(Operation):
     """One wgmma.mma_async of a warpgroup, complete once all four warps have issued it."""
 
-    __slots__ = ("clock", "group", "operands", "registers", "warps")
+    __slots__ = ("clock", "group", "metadata", "operands", "registers", "warps")
 
     def __init__(self, ins: Instruction, group: int) -> None:
         super().__init__(ins)
@@ -39,6 +40,7 @@ class WgmmaOperation(Operation):
         self.clock: Any = None
         self.operands: tuple[Any, ...] = ()
         self.registers = 0
+        self.metadata: list[Any] = [None] * 4  # of the sparse form, by warp: read when it is issued
 
 
 class Warpgroup:
@@ -111,12 +113,18 @@ def make_mma(e: Emitter) -> Any:
     ins = e.instruction
     shape = next((m for m in ins.modifiers if re.fullmatch(r"m64n\d+k\d+", m)), "")
     kinds = [m for m in ins.modifiers if m in TYPES]
-    e.only("mma_async", "sync", "aligned", shape, "satfinite", *TYPES)
+    e.only("mma_async", "sp", "sync", "aligned", shape, "satfinite", *TYPES)
     if not shape or len(kinds) != 3:
         e.unsupported("shape or types")
     n, k = (int(x) for x in re.findall(r"n(\d+)k(\d+)", shape)[0])
     d_type, a_type, b_type = kinds
     d, a, b, *rest = e.operands
+    metadata_slot, selector = -1, None
+    if e.has("sp"):
+        metadata, chosen, *rest = rest
+        if not isinstance(chosen, Immediate):
+            e.unsupported("sp-sel that is no constant")
+        metadata_slot, selector = e.source_slot(metadata, "u32"), chosen.value
     d_rows, d_bits = e.own_rows(e.items(d))
     expected = n // 2 if d_type != "f16" else n // 4
     if len(d_rows) != expected:
@@ -139,11 +147,11 @@ def make_mma(e: Emitter) -> Any:
     try:
         form = Wgmma(
             n, d_type, a_type, b_type, None if a_bits else 0, 0, True, signs[0] < 0, signs[1] < 0, majors[0], majors[1],
-            e.has("satfinite"),
+            e.has("satfinite"), selector,
         )  # fmt: skip
     except ValueError as error:
         e.unsupported(str(error))
-    if form.k != k or (form.k == 32 and "mn" in majors[:2]):
+    if form.k != k or (form.stored_k == 32 and "mn" in majors[:2]):
         e.unsupported("shape or types")
     e.preparation.uses.add("wgmma")
 
@@ -180,6 +188,8 @@ def make_mma(e: Emitter) -> Any:
             message = "the warps of a warpgroup issue different wgmma instructions or descriptors"
             Site(w, ins).report("divergence", message, op.instruction)
         op.warps.append(w)
+        if metadata_slot >= 0:
+            op.metadata[w.index % 4] = v[metadata_slot].copy()
         op.operands = values
         op.registers = all_bits
         if w.clocks is not None:
@@ -208,6 +218,12 @@ def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_rows: Arra
     cta = site.warp.cta
     for problem in unit.problems():
         site.report(kind_of(problem), problem)
+    chunks = None
+    if unit.selector is not None:
+        size = ELEMENT_BYTES[unit.a_type]
+        chunks = sparsity.unpack(np.concatenate(op.metadata), size, unit.selector)
+        if meaningless := sparsity.problem(chunks, size):
+            site.report("descriptor", meaningless)
     cells, end = cells_read(unit, cta.granule_shift)
     if end > cta.shared.size:
         site.fault("a wgmma descriptor reaches past the CTA's shared memory")
@@ -217,21 +233,23 @@ def launch_wgmma(group: Warpgroup, op: WgmmaOperation, unit: Wgmma, a_rows: Arra
 
     def execute() -> None:
         if cta.launch.arithmetic != "none":  # that of a clock, which needs no values
-            multiply(cta, warps, unit, a_rows, d_rows)
+            multiply(cta, warps, unit, a_rows, d_rows, chunks)
         op.finish()
 
     operation = AsyncOperation(op.instruction.name, execute, work=Work("wgmma", cta, 0, unit))
     cta.launch.enqueue(("wgmma", id(group)), operation)
 
 
-def multiply(cta: Cta, warps: list[Warp], unit: Wgmma, a_rows: Array, d_rows: Array) -> None:
+def multiply(
+    cta: Cta, warps: list[Warp], unit: Wgmma, a_rows: Array, d_rows: Array, chunks: Array | None = None
+) -> None:
     """Read the fragments of four warps, multiply, and write the accumulators back."""
     launch = cta.launch
     started = time.perf_counter()
     registers = [w.arrays["w"] for w in warps]
     a = np.concatenate([r[a_rows].T for r in registers]) if len(a_rows) else None
     d = np.concatenate([r[d_rows].T for r in registers])
-    result = unit.execute(cta.shared.bytes, d, a, mode=launch.arithmetic)
+    result = unit.execute(cta.shared.bytes, d, a, mode=launch.arithmetic, chunks=chunks)
     for i, r in enumerate(registers):
         r[d_rows] = result[32 * i : 32 * i + 32].T
     launch.statistics.tensor_seconds += time.perf_counter() - started

@@ -1,5 +1,7 @@
 """wgmma.mma_async: a warpgroup's D (64 x n) = A (64 x k) * B (k x n) [+ D], D in registers, B in shared memory.
 
+Of the sparse form A lies there as 64 x k / 2 elements, in the same fragments and layouts (`sparsity`).
+
 Fragments of a warp, here and in mma.sync, for its thread t: A register i holds bytes 4 (t % 4) + 16 (i // 2) .. +3 of
 row t // 4 + 8 (i % 2); a 32-bit D register i holds row t // 4 + 8 ((i % 4) // 2), column 8 (i // 4) + 2 (t % 4) + i % 2;
 a float16 D register i holds two columns, 8 (i // 2) + 2 (t % 4) in the low half, of row t // 4 + 8 (i % 2). Each warp of
@@ -9,10 +11,11 @@ a warpgroup has the next 16 rows (PTX ISA, "Register fragments and shared memory
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from padless.emulator.units import arithmetic, number_formats
+from padless.emulator.units import arithmetic, number_formats, sparsity
 from padless.emulator.units.matrix_descriptor import SharedMatrix, decode_wgmma
 from padless.emulator.units.number_formats import CODES, Array
 
@@ -45,6 +48,7 @@ class Wgmma:
         negate_a, negate_b: imm-scale of -1.
         a_major, b_major: "k", or "mn" for a transposed 16-bit operand in shared memory.
         saturate: .satfinite of the integer form.
+        selector: sp-sel of the sparse form, whose K is twice as long and whose A has half of it; None: dense.
     """
 
     n: int
@@ -59,22 +63,33 @@ class Wgmma:
     a_major: str = "k"
     b_major: str = "k"
     saturate: bool = False
+    selector: int | None = None
 
     def __post_init__(self) -> None:
         check_types(self.d_type, self.a_type, self.b_type)
         if self.n % 8 or not 8 <= self.n <= 256:
             raise ValueError(f"n: {self.n} is not a multiple of 8 in 8..256")
+        if self.selector is not None:
+            sparsity.check_selector(self.selector, ELEMENT_BYTES[self.a_type])
+
+    @property
+    def stored_k(self) -> int:
+        """Elements of a row of A as it lies in registers or shared memory."""
+        return 32 // ELEMENT_BYTES[self.a_type]
 
     @property
     def k(self) -> int:
-        return 32 // ELEMENT_BYTES[self.a_type]
+        return self.stored_k if self.selector is None else 2 * self.stored_k
 
     def _shared(self) -> dict[str, SharedMatrix]:
         """The operands that lie in shared memory."""
-        places = {"a": (self.a_descriptor, M, self.a_major), "b": (self.b_descriptor, self.n, self.b_major)}
+        places = {
+            "a": (self.a_descriptor, M, self.stored_k, self.a_major),
+            "b": (self.b_descriptor, self.n, self.k, self.b_major),
+        }
         return {
-            name: SharedMatrix(decode_wgmma(bits), rows, self.k, ELEMENT_BYTES[self.a_type], major)
-            for name, (bits, rows, major) in places.items()
+            name: SharedMatrix(decode_wgmma(bits), rows, k, ELEMENT_BYTES[self.a_type], major)
+            for name, (bits, rows, k, major) in places.items()
             if bits is not None
         }
 
@@ -91,7 +106,14 @@ class Wgmma:
         """Merged [first, end) byte ranges of shared memory read for "a" (empty from registers) and "b"."""
         return {"a": []} | {name: operand.ranges() for name, operand in self._shared().items()}
 
-    def execute(self, shared: Array, d: Array, a_registers: Array | None = None, mode: str = "truncate") -> Array:
+    def execute(
+        self,
+        shared: Array,
+        d: Array,
+        a_registers: Array | None = None,
+        mode: str = "truncate",
+        chunks: Array | None = None,
+    ) -> Array:
         """Multiply.
 
         Args:
@@ -99,21 +121,29 @@ class Wgmma:
             d: (128, n / 2) of 32-bit elements, or (128, n / 4) for d_type f16: the accumulator registers by thread.
             a_registers: (128, 4) 32-bit, where A comes from registers.
             mode: of arithmetic.dot_product_add.
+            chunks: (64, chunks of K), the metadata of the sparse form as of sparsity.unpack.
 
         Returns:
             The new registers, with the shape and dtype of ``d``.
         """
         if (a_registers is None) != (self.a_descriptor is not None):
             raise ValueError("a_registers: needed exactly if there is no descriptor of A")
+        if (chunks is None) != (self.selector is None):
+            raise ValueError("chunks: needed exactly by the sparse form")
         codes = {name: operand.gather(shared) for name, operand in self._shared().items()}
         if a_registers is not None:
             codes["a"] = unpack_a(a_registers).view(CODES[ELEMENT_BYTES[self.a_type]])
         c = unpack_d(np.ascontiguousarray(d).view(np.uint32), self.d_type) if self.scale_d else None
-        result = arithmetic.multiply(
-            codes["a"], codes["b"], c, (self.d_type, self.a_type, self.b_type),
-            arithmetic.HOPPER_FP8 if self.k == 32 else arithmetic.WIDE, mode=mode, negate=(self.negate_a, self.negate_b),
-            saturate=self.saturate,
-        )  # fmt: skip
+        types = self.d_type, self.a_type, self.b_type
+        rule = arithmetic.HOPPER_FP8 if ELEMENT_BYTES[self.a_type] == 1 else arithmetic.WIDE
+        options: dict[str, Any] = {
+            "mode": mode, "negate": (self.negate_a, self.negate_b), "saturate": self.saturate,
+        }  # fmt: skip
+        if chunks is None:
+            result = arithmetic.multiply(codes["a"], codes["b"], c, types, rule, **options)
+        else:
+            where = sparsity.positions(chunks, ELEMENT_BYTES[self.a_type])
+            result = sparsity.multiply(codes["a"], codes["b"], c, where, types, rule, **options)
         return pack_d(result, self.d_type).view(d.dtype)
 
 
