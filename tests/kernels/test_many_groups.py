@@ -39,8 +39,8 @@ from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wg
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.reference.wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8_reference
 from padless.testing.bits import same_bits
+from padless.testing.gradients import WgradShape, poisoned, random_operands
 from padless.testing.guarded import GuardedOutput
-from padless.verify.problems.wgrad import WgradShape, poisoned, random_operands
 from support.bf16_problems import Shape, random_plain, random_rows
 from support.kernel_heads import head_of
 from support.mxfp8_wgrad import launched as launched_on_blackwell

@@ -11,8 +11,9 @@ import torch
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops.grouped_gemm import group_offsets, grouped_gemm
 from padless.runtime.choices import BackendName
+from padless.testing.gradients import Rows
 from padless.testing.guarded import GuardedOutput
-from padless.verify.bf16.problems import Rows, groups_of
+from padless.testing.operands import spans
 
 # The configurations of products that `padless verify` launches.
 VARIANTS = tuple(
@@ -57,7 +58,7 @@ class Plain:
     @property
     def groups(self) -> list[tuple[int, int]]:
         """[start, end) of each group's rows."""
-        return groups_of(self.offs, self.a.shape[0])
+        return spans(self.offs.tolist(), self.a.shape[0])
 
     def n_major(self) -> Plain:
         """The same with weights of which N is contiguous."""

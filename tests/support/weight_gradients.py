@@ -13,8 +13,8 @@ from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.runtime.choices import BackendName
+from padless.testing.gradients import Rows
 from padless.testing.guarded import GuardedOutput
-from padless.verify.bf16.problems import Rows
 
 FP8_VARIANTS = tuple(
     WgradConfig(block_m=block_m, mode=mode, out_dtype=dtype)

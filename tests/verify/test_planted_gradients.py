@@ -18,8 +18,8 @@ from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import bits
 from padless.testing.compile_ahead import Gpu, kernels_of
+from padless.testing.gradients import Rows
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.bf16.problems import Rows
 from padless.verify.checks import Check
 from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz import case, training

@@ -5,8 +5,9 @@ For tests, verification, benchmarks and tuning.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import empty_mn_major, to_blocked, to_blocked_groups, to_mn_major
+from padless.row_groups import clamped_ends
 from padless.runtime.choices import Kind
 
 BF16 = "BF16"  # plain bfloat16 activations, as in padless.kernels.table
@@ -136,6 +138,11 @@ def in_layout(t: BlockScaledTensor, layout: str, offs: torch.Tensor | None = Non
         assert offs is not None, "blocked_groups needs offs"
         scale = to_blocked_groups(t.scale, offs)
     return BlockScaledTensor(t.data, scale, t.format, t.global_scale, layout)
+
+
+def spans(ends: Iterable[int], rows: int) -> list[tuple[int, int]]:
+    """[start, end) of every group of rows that ends so."""
+    return list(itertools.pairwise([0, *clamped_ends(ends, rows)]))
 
 
 def moved(t: Any, device: str | torch.device) -> Any:

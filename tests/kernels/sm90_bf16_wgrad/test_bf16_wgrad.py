@@ -13,7 +13,7 @@ from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import Rows, padded, permuted, poisoned
+from padless.testing.gradients import Rows, padded_rows, permuted_rows, poisoned_rows
 from support.bf16_problems import Shape, random_rows
 from support.weight_gradients import BF16_VARIANTS, gradient_of_rows
 
@@ -50,7 +50,7 @@ def launched(rows: Rows, config: Bf16WgradConfig, onto: Any = None, **settings: 
 @pytest.mark.parametrize("config", variants("256-32-2-bfloat16"))
 def test_bits_are_the_references_at_every_length(config: Bf16WgradConfig) -> None:
     rows = random_rows(LENGTHS, wide=config.out_dtype == torch.float32)
-    assert same_bits(launched(poisoned(rows), config), reference(rows, config.out_dtype))
+    assert same_bits(launched(poisoned_rows(rows), config), reference(rows, config.out_dtype))
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_bits_are_the_references_in_random_problems(seed: int) -> None:
 
     sizes = tuple(draw(0, 100) * draw(0, 2) for _ in range(draw(1, 6)))
     shape = Shape(sizes, draw(0, 20), 8 * draw(2, 20), 8 * draw(2, 34))
-    rows = poisoned(random_rows(shape, seed, wide=bool(draw(0, 2))))
+    rows = poisoned_rows(random_rows(shape, seed, wide=bool(draw(0, 2))))
     config = replace(BF16_VARIANTS[seed % len(BF16_VARIANTS)], num_stages=draw(2, 5))
     out = launched(rows, config, seed=seed, num_sms=draw(1, 5))
     assert same_bits(out, reference(rows, config.out_dtype))
@@ -84,10 +84,10 @@ def test_nothing_of_other_groups_has_an_influence() -> None:
     """NaN in rows of no group, groups filled up with zeros, groups in another order behind one of NaN."""
     rows = random_rows(replace(LENGTHS, sizes=(33, 0, 16, 1)), 2)
     out = launched(rows, STORED)
-    assert same_bits(launched(poisoned(rows), STORED), out)
-    assert same_bits(launched(padded(rows), STORED), out)
+    assert same_bits(launched(poisoned_rows(rows), STORED), out)
+    assert same_bits(launched(padded_rows(rows), STORED), out)
     order = [3, 2, 0, 1]
-    assert same_bits(launched(permuted(rows, order), STORED)[1:], out[order])
+    assert same_bits(launched(permuted_rows(rows, order), STORED)[1:], out[order])
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def test_nan_in_all_groups_but_one_does_not_show_in_it() -> None:
     rows = random_rows(replace(LENGTHS, sizes=(33, 0, 129, 1, 64)), 2)
     out = launched(rows, STORED)
     for group in range(5):
-        own = launched(poisoned(rows, group), STORED)
+        own = launched(poisoned_rows(rows, group), STORED)
         assert same_bits(own[group], out[group])
         assert bool(own.isnan().any())
 
@@ -127,7 +127,7 @@ def test_accumulating_in_many_tiles(block_n: int) -> None:
 
 def test_empty_groups_are_stored_as_zeros_and_not_added() -> None:
     rows = random_rows(replace(LENGTHS, sizes=(0, 0, 0)), 4)
-    out = launched(poisoned(rows), STORED)
+    out = launched(poisoned_rows(rows), STORED)
     assert same_bits(out, torch.zeros_like(out))
     before = torch.randn(out.shape)
     assert same_bits(launched(rows, STORED, before), before)

@@ -11,7 +11,7 @@ import pytest
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import poisoned
+from padless.testing.gradients import poisoned_rows
 from support.bf16_problems import Shape, random_rows
 from support.bf16_wgrad_bugs import BUGS, MAIN, STORED
 from support.planted_bugs import Bug, assert_found, cases, gradient_before, holds, search
@@ -23,7 +23,7 @@ SHAPE = Shape((0, 130, 80, 33), 3, 72, 264)
 
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
-    rows = poisoned(random_rows(SHAPE))
+    rows = poisoned_rows(random_rows(SHAPE))
     config = bug.config or STORED
     dtype = config.out_dtype
     wanted = grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=dtype, accumulation="tensor_core")

@@ -16,8 +16,7 @@ from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradProblem, tiles_of
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
-from padless.verify.bf16.problems import Rows
-from padless.verify.problems.wgrad import WgradShape, random_operands
+from padless.testing.gradients import Rows, WgradShape, random_operands
 from support.bf16_problems import Shape, random_rows
 
 SHAPE = Shape((33, 0, 129, 1), 3, 24, 72)

@@ -17,7 +17,7 @@ from padless.kernels.sm90_fp8_wgrad.config import WgradProblem, tiles_of
 from padless.layouts import GroupedColumns
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import same_bits
-from padless.verify.problems.wgrad import WgradShape, random_operands
+from padless.testing.gradients import WgradShape, random_operands
 
 SHAPE = WgradShape((33, 0, 129, 1), 3, 48, 80)
 Operands = tuple[GroupedColumns, GroupedColumns]

@@ -11,7 +11,7 @@ import pytest
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import same_bits
-from padless.verify.problems.wgrad import WgradShape, poisoned, random_operands
+from padless.testing.gradients import WgradShape, poisoned, random_operands
 from support.planted_bugs import assert_found, cases, gradient_before, holds, search
 from support.weight_gradients import GuardedGradient
 from support.wgrad_bugs import BUGS, MAIN, Bug

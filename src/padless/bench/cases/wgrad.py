@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from padless.bench.cases.problems import wgrad as wgrad_problem
-from padless.bench.cases.problems.wgrad import WgradOperands, WgradPoint, make_operands, rows_of, values_of
+from padless.bench.cases.problems.wgrad import WgradOperands, WgradPoint, make_operands, rows_of
 from padless.bench.peers.deepgemm import DeepGemm
 from padless.bench.report import table
 from padless.bench.results import Record, finite, tflops
@@ -36,6 +36,7 @@ from padless.formats import round_up
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig, WgradProblem, blocks_m, select_config
 from padless.layouts import GroupedColumns
 from padless.testing import machine
+from padless.testing.gradients import values_of
 from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Timer
 
@@ -189,11 +190,10 @@ def expected_rows(operands: WgradOperands) -> list[Expected]:
     filled = [g for g, size in enumerate(operands.sizes) if size > 0]
     found = []
     for group in {max(filled, key=lambda g: operands.sizes[g]), min(filled, key=lambda g: operands.sizes[g])}:
-        size = operands.sizes[group]
         n = operands.dy.features
         rows = torch.linspace(0, n - 1, min(n, _CHECKED_ROWS)).round().long().to(operands.dy.data.device)
-        a = values_of(operands.dy, group, size, torch.float64)[rows]
-        found.append(Expected(group, rows, a @ values_of(operands.x["1d2d"], group, size, torch.float64).t()))
+        a, b = (values_of(t, operands.sizes, group, torch.float64) for t in (operands.dy, operands.x["1d2d"]))
+        found.append(Expected(group, rows, a[rows] @ b.t()))
     return found
 
 

@@ -17,9 +17,9 @@ from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wgrad_rows_reference
-from padless.verify.bf16.problems import Rows, padded, permuted, poisoned
+from padless.testing.gradients import Rows, padded_rows, permuted_rows, poisoned_rows
 from padless.verify.fuzz import products
-from padless.verify.fuzz.case import Change, ends_of, judge_case, turned, whole
+from padless.verify.fuzz.case import Change, ends_of, judge_case, whole
 from padless.verify.fuzz.judge import FLOAT32_PRECISION
 from padless.verify.fuzz.operands import Operand, among_nan
 from padless.verify.fuzz.place import Place
@@ -222,6 +222,8 @@ def wgrad_rest(draw: Draw, constants: Options) -> Options:
 class Wgrad(Gradient):
     """Of bf16 rows."""
 
+    ways = (padded_rows, permuted_rows, poisoned_rows)
+
     def __init__(self, o: Options, place: Place) -> None:
         sizes, ends, generator = o["sizes"], _ends(o["sizes"]), place.generator(o["seed"])
         dy, x = (_normal(place, (ends[-1] + o["past"], size), generator, o["wide"]) for size in (o["n"], o["k"]))
@@ -249,19 +251,6 @@ class Wgrad(Gradient):
         (rows,) = self.operands
         how = "tensor_core" if self.place.has_kernels else "float64"
         return grouped_gemm_wgrad_rows_reference(rows.dy, rows.x, rows.offs, out_dtype=torch.float32, accumulation=how)
-
-    def changes(self) -> Iterator[Change]:
-        (rows,) = self.operands
-        order = range(self.shape[0])[::-1]
-        yield "padded groups", partial(self.run, (padded(rows),)), whole, whole
-        yield "groups in reverse behind one of NaN", partial(self.run, (permuted(rows, order),)), _behind_one, turned
-        for group in ends_of(self.o["sizes"]):
-            others, its = (poisoned(rows, group),), itemgetter(group)
-            yield "NaN in all other groups", partial(self.run, others), its, its
-
-
-def _behind_one(t: torch.Tensor) -> torch.Tensor:
-    return t[1:]
 
 
 judge_wgrad = partial(judge_case, Wgrad)

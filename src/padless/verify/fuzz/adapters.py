@@ -12,7 +12,7 @@ from torch import nn
 from padless.formats import FORMAT_BY_NAME
 from padless.nn.lora import LoraGroupedLinear
 from padless.quantization.quantize import quantize
-from padless.verify.fuzz.operands import spans
+from padless.testing.operands import spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.whole_layer import decoded_weights

@@ -13,7 +13,7 @@ import torch
 from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import to_blocked, to_blocked_groups
 from padless.runtime.choices import Kind
-from padless.testing.operands import BF16, Activation, mn_major_in_nan, picked, quantized
+from padless.testing.operands import BF16, Activation, mn_major_in_nan, picked, quantized, spans
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import Options
@@ -22,24 +22,6 @@ Spans = Sequence[tuple[int, int]]
 _NAN = 0x7F  # e4m3 and e5m2; two e2m1 codes of 6
 _MARGIN = 2  # rows of NaN before and behind
 NAN_SCALE = {torch.float32: math.nan, torch.float8_e8m0fnu: 0xFF, torch.float8_e4m3fn: 0x7F}
-
-
-def clamped(ends: Sequence[int], rows: int) -> list[int]:
-    """The ends that count: ascending and within the rows."""
-    found, last = [], 0
-    for end in ends:
-        last = min(max(end, last), rows)
-        found.append(last)
-    return found
-
-
-def spans(ends: Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """[start, end) of every group."""
-    last, found = 0, []
-    for end in clamped(ends, rows):
-        found.append((last, end))
-        last = end
-    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,11 +20,11 @@ from padless.kernels.table import QUANT, ROUTES
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
 from padless.runtime.choices import BackendName
-from padless.testing.operands import BF16, in_layout
+from padless.testing.operands import BF16, in_layout, spans
 from padless.verify.fuzz import exact, operands
 from padless.verify.fuzz import judge as judging
 from padless.verify.fuzz.case import Change, ends_of, judge_case, whole
-from padless.verify.fuzz.operands import Operand, spans
+from padless.verify.fuzz.operands import Operand
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.tiles import config_of, configs_of, pairs_of, route_of, routes_of

@@ -16,10 +16,11 @@ from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_
 from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
 from padless.quantization.rows_columns import quantize_rows_columns
 from padless.quantization.weight_both import quantize_weight_both
+from padless.row_groups import clamped_ends
+from padless.testing.operands import spans
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.case import judge_case
 from padless.verify.fuzz.defined import Defined
-from padless.verify.fuzz.operands import clamped, spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 
@@ -269,7 +270,7 @@ def _judge_dequantized(
         else:
             wanted = wanted * each[q.group_of_row()][:, None]
     if q.o["layout"] == "blocked_groups":  # rows of no group have no scale there
-        valid = clamped(q.ends, q.rows)[-1]
+        valid = clamped_ends(q.ends, q.rows)[-1]
         got, wanted = got[:valid], wanted[:valid]
     q.place.judge.same("dequantized", got, wanted)
 

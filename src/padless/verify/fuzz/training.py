@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from operator import itemgetter
@@ -12,23 +12,22 @@ from typing import Any
 
 import torch
 
-from padless.formats import FP8_BLOCK
+from padless.formats import FP8_BLOCK, round_up
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
 from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm_wgrad import grouped_gemm_wgrad
-from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
 from padless.quantization.swiglu_backward import swiglu_backward_quantize
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import bits
+from padless.testing.gradients import NAN_CODE, block_of, padded, permuted, poisoned, random_columns, values_of
+from padless.testing.operands import spans
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.case import Change, ends_of, judge_case, turned, whole
 from padless.verify.fuzz.defined import Defined
 from padless.verify.fuzz.judge import Precision, exact_product, precision_of
-from padless.verify.fuzz.operands import spans
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.quantizers import ALIGNMENTS, BLOCKS, ROWS, STRIDES, strided
-from padless.verify.problems.wgrad import block_of, padded_to_blocks, permuted, poisoned
 
 _E4M3_STEP = 2.0**-4  # half of the distance of neighbours, relative
 
@@ -298,63 +297,13 @@ def wgrad_rest(draw: Draw, fixed: Options) -> Options:
     }
 
 
-def _columns(
-    place: Place, o: Options, features: int, block: tuple[int, int], alignment: int, generator: torch.Generator
-) -> tuple[GroupedColumns, torch.Tensor]:
-    """(operand, float64 values (rows of groups, features)): any codes or those of normal numbers, slack of zeros, NaN in
-    the codes of a group and behind all of them."""
-    sizes, rows = o["sizes"], sum(o["sizes"]) + o["past"]
-    groups, device = len(sizes), place.device
-    width = padded_tokens(rows, groups, alignment)
-    if o["normal"]:
-        numbers = torch.randn((features, width), device=device, generator=generator) * 112
-        data = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    else:
-        data = torch.randint(0, 256, (features, width), dtype=torch.uint8, device=device, generator=generator)
-        data = torch.where((data & 0x7F) == 0x7F, data & 0xF0, data)
-    shape = (num_scale_rows(rows, groups), scale_columns(features, block))
-    scale = torch.exp2(torch.rand(shape, device=device, generator=generator) * 8 - 12)
-    starts, blocks, values = [], [], []
-    column = row = 0
-    for group, size in enumerate(sizes):
-        starts.append(column)
-        blocks.append(row)
-        end, count = column + -(-size // 32) * 32, -(-size // 128)
-        data[:, column + size : end] = 0
-        last = column + -(-size // alignment) * alignment
-        data[:, end:last] = 0x7F  # past a multiple of 32 tokens nothing is read, or taken for one of the group
-        if group == o["nan_group"] and size:
-            data[features // 2, column + size // 2].fill_(0x7F)
-        if size:
-            own = scale[row : row + count].double().t()
-            if block[0] > 1:
-                own = own.repeat_interleave(block[0], dim=0)[:features]
-            own = own.repeat_interleave(128, dim=1)[:, :size]
-            part = exact.decoded(data[:, column : column + size], FP8_BLOCK) * own
-            values.append(part.t())
-        column, row = last, row + count
-    data[:, column:] = 0x7F
-    scale[row:] = math.nan
-    ends = [sum(sizes[: g + 1]) for g in range(groups)]
-    operand = GroupedColumns(
-        data.view(torch.float8_e4m3fn),
-        scale,
-        place.ends(ends),
-        place.ends(starts),
-        place.ends(blocks),
-        block,
-        alignment,
-    )
-    empty = torch.zeros((0, features), dtype=torch.float64, device=device)
-    return operand, torch.cat(values) if values else empty
-
-
 class Gradient:
     """A weight gradient, stored, or added to random values; to a NaN of its own in groups without tokens."""
 
     operands: Any
     config: Any = None
     adds_only = False  # the kernel that adds stores nothing: what is stored is the default's
+    ways: tuple[Callable[..., Any], ...] = (padded, permuted, poisoned)  # an operand, changed
 
     def __init__(self, o: Options, place: Place, generator: torch.Generator) -> None:
         self.o, self.place, self.dtype = o, place, DTYPES[o["out"]]
@@ -423,6 +372,18 @@ class Gradient:
         """The bits of the product, of float32."""
         raise NotImplementedError
 
+    def changes(self) -> Iterator[Change]:
+        is_padded, is_permuted, is_poisoned = self.ways
+
+        def changed(how: Callable[..., Any], *which: Any) -> Callable[[], torch.Tensor]:
+            return partial(self.run, tuple(how(t, *which) for t in self.operands))
+
+        yield "padded groups", changed(is_padded), whole, whole
+        order = range(self.shape[0])[::-1]
+        yield "groups in reverse behind one of NaN", changed(is_permuted, order), itemgetter(slice(1, None)), turned
+        for group in ends_of(self.o["sizes"]):
+            yield "NaN in all other groups", changed(is_poisoned, group), itemgetter(group), itemgetter(group)
+
     def near_product(self, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, precision: Precision) -> None:
         """``out`` is a @ b, of float64."""
         self.place.judge.product("float64", out, partial(exact_product, a, b), precision)
@@ -433,12 +394,23 @@ class Wgrad(Gradient):
 
     def __init__(self, o: Options, place: Place) -> None:
         generator = place.generator(o["seed"])
-        dy, self._dy = _columns(place, o, o["n"], (1, 128), o["alignments"][0], generator)
-        x, self._x = _columns(place, o | {"nan_group": -1}, o["k"], block_of(o["mode"]), o["alignments"][1], generator)
+        sizes, any_code = o["sizes"], not o["normal"]
+        dy, x = (
+            random_columns(
+                sizes, features, block, alignment, generator, past=o["past"], any_code=any_code, slack=NAN_CODE,
+                powers=(-12, -4),
+            )
+            for features, block, alignment in zip(
+                (o["n"], o["k"]), ((1, 128), block_of(o["mode"])), o["alignments"], strict=True
+            )
+        )  # fmt: skip
+        group = o["nan_group"]
+        if 0 <= group < len(sizes) and sizes[group]:
+            column = sum(round_up(size, dy.alignment) for size in sizes[:group]) + sizes[group] // 2
+            dy.data.view(torch.uint8)[o["n"] // 2, column].fill_(NAN_CODE)
         super().__init__(o, place, generator)
         if o["tiny"]:
             dy, x = replace(dy, scale=dy.scale * 2.0**-94), replace(x, scale=x.scale * 2.0**-40)
-            self._dy, self._x = self._dy * 2.0**-94, self._x * 2.0**-40
         self.operands, self.adds_only = (dy, x), o["pieces"] > 0
         if place.has_kernels and (o["tile"] or o["cluster"] > 1):
             tile = {"block_m": o["tile"]} if o["tile"] else {}
@@ -451,26 +423,14 @@ class Wgrad(Gradient):
         return grouped_gemm_wgrad(*operands, **how)
 
     def near(self, out: torch.Tensor) -> None:
-        first = 0
-        for group, size in enumerate(self.o["sizes"]):
-            rows = slice(first, first + size)
-            precision = precision_of(self.place.has_kernels)._replace(floor=2.0**-126)
-            self.near_product(out[group], self._dy[rows].t(), self._x[rows], precision)
-            first += size
+        precision, sizes = precision_of(self.place.has_kernels)._replace(floor=2.0**-126), self.o["sizes"]
+        for group in range(len(sizes)):
+            dy, x = (values_of(t, sizes, group, torch.float64) for t in self.operands)
+            self.near_product(out[group], dy, x.t(), precision)
 
     def reference(self) -> torch.Tensor:
         how = "tensor_core" if self.place.has_kernels else "fp8_block"
         return grouped_gemm_wgrad_reference(*self.operands, out_dtype=torch.float32, accumulation=how)
-
-    def changes(self) -> Iterator[Change]:
-        dy, x = self.operands
-        groups = range(self.shape[0])
-        yield "padded to blocks", partial(self.run, (padded_to_blocks(dy), padded_to_blocks(x))), whole, whole
-        others = (permuted(dy, groups[::-1]), permuted(x, groups[::-1]))
-        yield "groups in reverse", partial(self.run, others), turned, whole
-        for group in ends_of(self.o["sizes"]):
-            others = (poisoned(dy, group), poisoned(x, group))
-            yield "NaN in all other groups", partial(self.run, others), itemgetter(group), itemgetter(group)
 
 
 judge_wgrad = partial(judge_case, Wgrad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.bench.group_sizes import draw_group_sizes
-from padless.formats import ceil_div, round_up
 from padless.layouts import GroupedColumns
-from padless.quantization.columns_rules import num_scale_rows, padded_tokens, scale_columns
+from padless.testing.gradients import random_columns, values_of
 
 
 @dataclass(frozen=True)
@@ -80,36 +78,13 @@ def sizes_of(point: WgradPoint, seed: int) -> list[int]:
 def make_columns(
     sizes: Sequence[int], features: int, block: tuple[int, int], alignment: int, seed: int, device: str
 ) -> GroupedColumns:
-    """A transposed copy made where it is used: normal codes, scales within a factor of two of one."""
-    generator = torch.Generator(device).manual_seed(seed)
-    rows, groups = sum(sizes), len(sizes)
-    tokens = padded_tokens(rows, groups, alignment)
-    values = torch.randn((features, tokens), generator=generator, device=device).mul_(112).clamp_(-448, 448)
-    starts = [0, *itertools.accumulate(round_up(size, alignment) for size in sizes)]
-    own = torch.zeros(tokens, dtype=torch.bool)
-    for start, size in zip(starts, sizes, strict=False):
-        own[start : start + size] = True
-    data = (values * own.to(device)).to(torch.float8_e4m3fn)
-    del values
-    scale_shape = (num_scale_rows(rows, groups), scale_columns(features, block))
-    scale = torch.exp2(torch.rand(scale_shape, generator=generator, device=device) * 2 - 1) / 112
-    blocks = [0, *itertools.accumulate(ceil_div(size, 128) for size in sizes)]
-    integers = (list(itertools.accumulate(sizes)), starts[:groups], blocks[:groups])
-    offs, first, first_block = (torch.tensor(v, dtype=torch.int32, device=device) for v in integers)
-    return GroupedColumns(data, scale, offs, first, first_block, block, alignment)
-
-
-def values_of(operand: GroupedColumns, group: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(features, size) values of a group's tokens."""
-    start, block = int(operand.starts[group]), int(operand.block_starts[group])
-    scale = operand.scale[block : block + ceil_div(size, 128)].to(dtype)
-    scale = scale.repeat_interleave(128, 0)[:size].repeat_interleave(operand.block[0], 1)
-    return operand.data[:, start : start + size].to(dtype) * scale[:, : operand.features].t()
+    """A transposed copy made where it is used, whose values are of about one."""
+    return random_columns(sizes, features, block, alignment, torch.Generator(device).manual_seed(seed), powers=(-8, -6))
 
 
 def rows_of(operand: GroupedColumns, sizes: Sequence[int]) -> torch.Tensor:
     """(M, features) bf16, as they were before the copy: what a bf16 product reads."""
-    return torch.cat([values_of(operand, g, s, torch.float32).t().bfloat16() for g, s in enumerate(sizes)])
+    return torch.cat([values_of(operand, sizes, g, torch.float32).t().bfloat16() for g in range(len(sizes))])
 
 
 @dataclass(frozen=True)

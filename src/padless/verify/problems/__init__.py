@@ -1,1 +1,0 @@
-"""Problems that checks draw: shapes, operands, guarded outputs, expected values."""
