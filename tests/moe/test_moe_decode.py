@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -183,6 +184,7 @@ def no_scratch() -> Any:
     with (
         mock.patch.object(host, "_CHUNKS", {}),
         mock.patch.object(host, "_USED", {}),
+        mock.patch.object(host, "_NEXT", {}),
         mock.patch.object(host, "_SCRATCH", {}),
         mock.patch.object(host, "_FULL", set()),
     ):
@@ -216,6 +218,26 @@ def test_scratch_comes_to_an_end(no_scratch: None) -> None:
         tokens = draw_tokens(WEIGHTS, 1, 8)
         with mock.patch.object(host, "scratch_for", return_value=None):
             assert launches_of(tokens) == 0, "several launches where there is no scratch"
+
+
+def test_the_next_scratch_is_cleared_before_it_is_needed(no_scratch: None) -> None:
+    cpu, shape = torch.device("cpu"), LayerShape(1, 8, 4, 128, 512)
+    cleared, waits = [], []
+
+    def clear(device: torch.device) -> tuple[torch.Tensor, Any]:
+        number = len(cleared)
+        cleared.append(torch.zeros(100_000, dtype=torch.int32))
+        return cleared[-1], SimpleNamespace(synchronize=lambda: waits.append(number))
+
+    with mock.patch.object(host, "_CHUNK_WORDS", 100_000), mock.patch.object(host, "_cleared_chunk", clear):
+        counts = []
+        for n in range(24):
+            found = host.scratch_for(cpu, 16 * n, shape)
+            assert found is not None
+            assert any(found.untyped_storage().data_ptr() == chunk.data_ptr() for chunk in cleared)
+            counts.append((len(cleared), len(waits)))
+    # twelve pieces a chunk: the second is cleared with the eighth piece, and waited for with the thirteenth
+    assert counts == [(1, 1)] * 7 + [(2, 1)] * 5 + [(2, 2)] * 7 + [(3, 2)] * 5
 
 
 def test_no_scratch_is_made_while_a_graph_is_captured(no_scratch: None) -> None:

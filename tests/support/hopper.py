@@ -207,14 +207,16 @@ def pretended(quick: bool = False, arch: str = "sm_90a", num_sms: int = 132) -> 
         patch.setattr(launches, "_KNOWN", {})
         patch.setattr(remembered, "_KNOWN", {})
         patch.setattr(replay, "_REPLAYS", {})
-        for name in ("_CHUNKS", "_USED", "_SCRATCH"):
+        for name in ("_CHUNKS", "_USED", "_NEXT", "_SCRATCH"):
             patch.setattr(moe_decode, name, {})
         answers = {
             "is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: gpu.index,
             "get_device_capability": lambda device=None: divmod(gpu.capability, 10),
             "get_device_name": lambda device=None: "Pretended",
             "is_current_stream_capturing": lambda: False,
-            "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
+            "current_stream": lambda device=None: SimpleNamespace(
+                synchronize=lambda: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
+            ),
         }  # fmt: skip
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)

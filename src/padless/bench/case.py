@@ -109,6 +109,12 @@ CASES: dict[str, Case] = {
             needs="require_transformers",
         ),
         Case(
+            "generate",
+            "Decoding steps of whole random models of transformers in CUDA graphs: padless' experts against bf16 ones.",
+            (*FULL, "repeats"),
+            needs="require_transformers",
+        ),
+        Case(
             "train",
             "A layer's training step, forward and backward, in padless' recipes against torch's bf16.",
             ("full", "peers", *RUN, "repeats"),

@@ -67,7 +67,7 @@ def require_transformers() -> None:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        raise ValueError("padless bench model needs transformers: pip install 'padless[transformers]'") from error
+        raise ValueError("this benchmark needs transformers: pip install 'padless[transformers]'") from error
 
 
 def grid(name: str, seed: int) -> list[ModelPoint]:

@@ -106,6 +106,7 @@ _CHUNK_WORDS = 1 << 23
 _MOST_CHUNKS = 8
 _CHUNKS: dict[torch.device, list[torch.Tensor]] = {}
 _USED: dict[torch.device, int] = {}  # words of the last chunk
+_NEXT: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 _SCRATCH: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 _FULL: set[torch.device] = set()
 _GUARD = threading.Lock()
@@ -128,7 +129,8 @@ def scratch_for(device: torch.device, address: int, shape: HasHiddenRows) -> tor
 
     As of tile counters (``kernels/launch.py``): launches that run at the same time need scratch of their own, those that
     write to one address cannot, and what an address was given stays its own, since a CUDA graph may replay an old launch
-    at any time. It is cut from chunks that are cleared once, never while a graph is captured, and stay.
+    at any time. It is cut from chunks that are cleared once, never while a graph is captured, and stay. The next one is
+    cleared when half of the last is taken, so that no call but a device's first waits for that.
     """
     room = max(1 << (shape.hidden_words - 1).bit_length(), 1 << 12)
     key = (device, address, room)
@@ -144,14 +146,22 @@ def scratch_for(device: torch.device, address: int, shape: HasHiddenRows) -> tor
             if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS:
                 _FULL.add(device)
                 return None
-            chunk = torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=device)
-            if device.type == "cuda":  # other streams may be the next to use it
-                torch.cuda.current_stream(device).synchronize()
+            chunk, is_cleared = _NEXT.pop(device) if device in _NEXT else _cleared_chunk(device)
+            if is_cleared is not None:  # other streams may be the next to use it
+                is_cleared.synchronize()
             chunks.append(chunk)
             _USED[device] = 0
         at = _USED[device]
         _USED[device] = at + words
+        if at > _CHUNK_WORDS // 2 and device not in _NEXT and len(chunks) < _MOST_CHUNKS and not is_capturing(device):
+            _NEXT[device] = _cleared_chunk(device)
         return _SCRATCH.setdefault(key, chunks[-1][at : at + words])
+
+
+def _cleared_chunk(device: torch.device) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Zeros, and the event behind their writes on a GPU's current stream."""
+    chunk = torch.zeros(_CHUNK_WORDS, dtype=torch.int32, device=device)
+    return chunk, torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def scratch_at(device: torch.device, shape: HasHiddenRows, address: int) -> int:

@@ -91,7 +91,7 @@ class Decode(Layer):
         self.rule = None
         if o["router"]:
             self.rule = Router(
-                min(o["top_k"], o["experts"]), o["router"], renormalize=o["seed"] % 3 > 0, scaling_factor=1.5
+                min(o["top_k"], o["experts"]), o["router"], renormalize=o["experts_seed"] % 3 > 0, scaling_factor=1.5
             )
             shape, generator = (o["tokens"], o["experts"]), place.generator(o["seed"] + 2)
             logits = torch.randn(shape, device=place.device, generator=generator) * 2
