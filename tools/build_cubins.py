@@ -155,15 +155,15 @@ def passes_listed() -> Iterator[dict[str, Pass]]:
 
 
 def rehearsed(most: int) -> list[int]:
-    """Numbers of tokens up to ``most``: all to 64, then 16 an octave and the one below each power of two, since tiles
-    change at numbers that are not powers of two.
+    """Numbers of tokens up to ``most``, itself too: all to 64, then 16 an octave and the one below each power of two,
+    since tiles change at numbers that are not powers of two.
     """
     larger = (
         t
         for power in range(6, most.bit_length())
         for t in (*range(1 << power, 2 << power, 1 << power - 4), (1 << power) - 1)
     )
-    return sorted({t for t in (*range(1, 65), *larger) if t <= most})
+    return sorted({t for t in (*range(1, 65), *larger, most) if t <= most})
 
 
 def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK") -> Asked:
