@@ -50,9 +50,9 @@ def test_all_continue_one_prompt(tiny: tuple[str, dict[str, Any]]) -> None:
     record = measured(models, TINY[name][2]) | {"point": asdict(generate.GeneratePoint(name, 2, 9))}
     assert failures([record]) == []
     assert set(record["gpu"]) == {one + suffix for one in models for suffix in ("", IN_GRAPH)}
-    errors = record["logits_error"]
+    errors = record["experts_error"]
     assert errors[generate.BATCHED_MM] < 0.02
-    assert errors[generate.PADLESS] > 0.01, "codes show"
+    assert errors[generate.PADLESS] > 0.02, "codes show"
     parameters = [dict(model.named_parameters()) for model in models.values()]
     assert all(parameters[1][key] is parameters[0][key] for key in parameters[0]), "the same weights, once"
     console = Console(width=140, record=True)
@@ -62,25 +62,20 @@ def test_all_continue_one_prompt(tiny: tuple[str, dict[str, Any]]) -> None:
 
 def test_a_step_is_the_next_token_of_the_whole_sequence(tiny: tuple[str, dict[str, Any]]) -> None:
     model = tiny[1][generate.GROUPED_MM]
-    steps, found = generate.Steps(model, PROMPT), PROMPT
-    logits = steps.first
-    for _ in range(3):
+    steps, found = generate.Steps(model, PROMPT, model), PROMPT
+    for _ in range(4):
         with torch.no_grad():
             whole = model(found, use_cache=False).logits[:, -1:]
+        logits = steps()
         assert generate.logits_error(logits, whole) < 0.03
         found = torch.cat([found, logits.argmax(-1)], 1)
-        logits = steps._step()
 
 
 def test_a_wrong_layer_is_noticed_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     models = generate.random_models(TINY["next"], 1, "cpu")
-    right = measured(models, "FP8_BLOCK")["logits_error"][generate.PADLESS]
     experts = models[generate.PADLESS].model.layers[1].mlp.experts
     flipped = torch.nn.Parameter(experts.down_proj.detach().flip(0), requires_grad=False)
     monkeypatch.setitem(experts._parameters, "down_proj", flipped)
-    wrong = measured(models, "FP8_BLOCK")["logits_error"][generate.PADLESS]
-    assert wrong > 1.2 * right
-    monkeypatch.setitem(generate.TOLERANCE, "FP8_BLOCK", (wrong + right) / 2)
     record = measured(models, "FP8_BLOCK")
     assert set(record["gpu"]) == {n + s for n in (generate.GROUPED_MM, generate.BATCHED_MM) for s in ("", IN_GRAPH)}
 
