@@ -118,6 +118,11 @@ def options_of(format: BlockScaledFormat, arch: str) -> dict[str, Any]:
     return found
 
 
+def always(*_: object) -> bool:
+    """True; a mock in its place would keep the operands of every call."""
+    return True
+
+
 def rows_unread(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """In the place of x.index_select(0, index): no bytes are copied, by an index that no pass has written."""
     return x.new_empty(index.shape[0], *x.shape[1:])
@@ -139,10 +144,10 @@ def passes_listed() -> Iterator[dict[str, Pass]]:
         found.setdefault(repr((one.module, one.name, facts, options)), one)
 
     with (
-        mock.patch.object(ops, "runs_triton", return_value=True),
-        mock.patch.object(choosing, "runs_triton", return_value=True),
-        mock.patch.object(casts, "casts_in_hardware", return_value=True),
-        mock.patch.object(launches, "is_programmatic", return_value=True),
+        mock.patch.object(ops, "runs_triton", always),
+        mock.patch.object(choosing, "runs_triton", always),
+        mock.patch.object(casts, "casts_in_hardware", always),
+        mock.patch.object(launches, "is_programmatic", always),
         mock.patch.object(launches, "_launch", listed),
         mock.patch.object(torch.Tensor, "index_select", rows_unread),
     ):
@@ -150,15 +155,15 @@ def passes_listed() -> Iterator[dict[str, Pass]]:
 
 
 def rehearsed(most: int) -> list[int]:
-    """Numbers of tokens up to ``most``: all to 64, then 16 an octave and the one below each power of two, since tiles
-    change at numbers that are not powers of two.
+    """Numbers of tokens up to ``most``, itself too: all to 64, then 16 an octave and the one below each power of two,
+    since tiles change at numbers that are not powers of two.
     """
     larger = (
         t
         for power in range(6, most.bit_length())
         for t in (*range(1 << power, 2 << power, 1 << power - 4), (1 << power) - 1)
     )
-    return sorted({t for t in (*range(1, 65), *larger) if t <= most})
+    return sorted({t for t in (*range(1, 65), *larger, most) if t <= most})
 
 
 def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK") -> Asked:

@@ -45,6 +45,11 @@ def test_dir_of_a_fresh_import_has_every_public_name() -> None:
         padless.nosuch  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_package_that_is_called_names_the_layer() -> None:
+    with pytest.raises(TypeError, match=r"padless\.moe is a package; the layer is padless\.moe\.moe\("):
+        padless.moe(1, 2)  # type: ignore[operator]
+
+
 def test_types_of_strings_are_the_strings_that_calls_take() -> None:
     rules = [rule for allowed in quantize.SCALE_RULES.values() for rule in allowed]
     allowed = {

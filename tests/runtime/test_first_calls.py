@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,6 +109,25 @@ def test_a_first_call_compiles_nothing(model: str, format: str, gpu: Gpu) -> Non
 @pytest.mark.parametrize(("model", "format"), ALL)
 def test_no_first_call_of_many_tokens_compiles(model: str, format: str, gpu: Gpu) -> None:
     check(model, format, gpu, 2100, 12)
+
+
+def test_a_rehearsal_keeps_no_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsals of thousands of tokens would fill the memory."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    real = build_cubins.moe
+
+    def noted(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        made.append(weakref.ref(x))
+        gc.collect()
+        alive.append(sum(one() is not None for one in made))
+        return real(x, *arguments, **options)
+
+    alive: list[int] = []
+    monkeypatch.setattr(build_cubins, "moe", noted)
+    monkeypatch.setattr(build_cubins, "rehearsed", lambda most: [9, 10, 11])
+    build_cubins.asked_of_model(OWN[0][0], GPUS[0], TOKENS)
+    assert len(alive) == 3 * len(build_cubins.ROUTINGS)
+    assert max(alive) <= 2, alive
 
 
 @pytest.mark.parametrize("lost", ["kernels", "passes"])

@@ -120,6 +120,8 @@ LINES: tuple[Bad, ...] = (
     Bad(GEMM, "an end past M", multiply(offs=ends(2, 2, 7)), UNSEEN),
     Bad(GEMM, "an int64 end past 2^31", multiply(offs=ends(2, 2, 2**32 + 5, dtype=torch.int64)), UNSEEN),
     Bad(GEMM, "`offs` of another number of groups", multiply(offs=ends(2, 5))),
+    Bad(GEMM, "`offs` that begin with 0", multiply(offs=ends(0, 2, 2, 5))),
+    Bad(GEMM, "sizes in the place of `offs`", multiply(offs=ends(3, 0, 2)), UNSEEN),
     Bad(GEMM, "`offs` of float32", multiply(offs=torch.ones(3))),
     Bad(GEMM, "`offs` that is a list", multiply(offs=[2, 2, 5])),
     Bad(GEMM, "`offs` with gaps", multiply(offs=OFFS.repeat_interleave(2)[::2])),
@@ -137,6 +139,7 @@ LINES: tuple[Bad, ...] = (
     Bad(GEMM, "a plain float32 tensor", multiply(x=normal(M, K))),
     Bad(GEMM, "formats without a kernel", multiply(w=b(MXFP8))),
     Bad(GEMM, "another K", multiply(w=b(k=256))),
+    Bad(GEMM, "weights (G, K, N)", multiply(w=b(n=K, k=64))),
     Bad(GEMM, "K that is no multiple of 16", multiply(x=a(k=136), w=b(k=136))),
     Bad(GEMM, "N that is no multiple of 8", multiply(w=b(n=60))),
     Bad(GEMM, "weights for activations", multiply(x=BlockScaledTensor(b().data[0], b().scale[0], FP8_BLOCK))),
@@ -196,6 +199,8 @@ LINES: tuple[Bad, ...] = (
     Bad("nn.GroupedLinear", "more groups than there can be", lambda: nn.GroupedLinear(5000, 16, 16)),
     Bad("nn.GroupedLinear", "sizes that the recipe does not take", lambda: nn.GroupedLinear(1, 16, 16, recipe="mxfp8")),
     Bad("moe.route", "17 experts a token", lambda: moe.route(torch.zeros((2, 17), dtype=torch.int64), 32)),
+    Bad("moe.moe", "a router's logits for weights", lambda: moe.moe(
+        normal(2, K), ends(0, 1).view(2, 1), normal(2, G), b(n=256), b(n=K))),
     Bad("moe.route", "ids of float32", lambda: moe.route(torch.zeros(2, 2), 4)),
     Bad("moe.combine", "too few rows", lambda: moe.combine(normal(3, 8), ends(0, 1, 2, 3).view(2, 2), None)),
     # checkpoints

@@ -1,5 +1,9 @@
 """Mixture-of-Experts layer around the grouped GEMM: routing, gather with quantization, activation, weighted sum."""
 
+import sys
+from types import ModuleType
+from typing import NoReturn
+
 from padless.moe.activation import Activation
 from padless.moe.choosing import TopK, topk
 from padless.moe.combining import combine, combine_backward
@@ -23,3 +27,13 @@ __all__ = [
     "route_quantize",
     "topk",
 ]
+
+
+class _Package(ModuleType):
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            "padless.moe is a package; the layer is padless.moe.moe(x, top_k_index, top_k_weights, w13, w2)"
+        )
+
+
+sys.modules[__name__].__class__ = _Package

@@ -26,8 +26,10 @@ def check_matrix(name: str, t: object, rows: int | None, columns: int | None, de
         or (columns is not None and t.shape[1] != columns)
         or t.device != device
     ):
+        is_deep = isinstance(t, torch.Tensor) and not t.is_nested and t.dim() > 2
+        remedy = "; .flatten(0, -2) makes a matrix" if is_deep else ""
         raise ValueError(
-            f"{name} must be {sizes[0]} x {sizes[1]} bfloat16, float16 or float32 on {device}, got {describe(t)}"
+            f"{name} must be {sizes[0]} x {sizes[1]} bfloat16, float16 or float32 on {device}, got {describe(t)}{remedy}"
         )
 
 

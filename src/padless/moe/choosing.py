@@ -102,10 +102,16 @@ def choice_of(
             or top_k_index.dim() != 2
             or top_k_index.shape[0] != tokens
             or not 1 <= top_k_index.shape[1] <= MAX_TOP_K
+            or top_k_index.dtype not in (torch.int32, torch.int64)
             or top_k_index.device != x.device
         ):
             raise ValueError(
-                f"top_k_index must be (T, k) = ({tokens}, 1 to {MAX_TOP_K}) on {x.device}, got {describe(top_k_index)}"
+                f"top_k_index must be (T, k) = ({tokens}, 1 to {MAX_TOP_K}) int32 or int64 on {x.device}, got "
+                f"{describe(top_k_index)}{_about_logits(top_k_index, tokens, num_experts)}"
+            )
+        if remedy := _about_logits(top_k_weights, tokens, num_experts, top_k_index.shape[1]):
+            raise ValueError(
+                f"top_k_weights must be (T, k) = {tuple(top_k_index.shape)}, got {describe(top_k_weights)}{remedy}"
             )
         check_matrix("top_k_weights", top_k_weights, tokens, top_k_index.shape[1], x.device)
         assert top_k_weights is not None
@@ -125,6 +131,15 @@ def choice_of(
             f"router_logits must be (T, E) with E = {num_experts} and T = {tokens} on {x.device}, got {describe(logits)}"
         )
     return ByLogits(logits, correction_bias, router)
+
+
+def _about_logits(t: object, tokens: int, num_experts: int, k: int = 0) -> str:
+    """What to do with a tensor that has a number for each expert, in the place of the k chosen ones."""
+    if not isinstance(t, torch.Tensor) or t.is_nested or not t.is_floating_point() or num_experts == k:
+        return ""
+    if t.shape != (tokens, num_experts):
+        return ""
+    return "; a router's logits are router_logits, given with router=padless.moe.Router(k)"
 
 
 def given_of(choice: Choice) -> Given:

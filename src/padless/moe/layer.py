@@ -36,7 +36,7 @@ from padless.moe.fused import fuses, gate_rule_of, swiglu
 from padless.moe.gather import activate_quantize, route_gather, route_quantize
 from padless.moe.router import Router
 from padless.moe.routing import Routing, route
-from padless.ops.checks import describe
+from padless.ops.checks import check_pair, describe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import INPUT_DTYPES, quantize
@@ -153,6 +153,8 @@ def moe(
         if not is_one_of(dtype, INPUT_DTYPES):
             raise ValueError(f"out_dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float16, torch.float32")
         name = _activations(activations, w13, x)
+        check_pair("grouped_gemm", activations=name, w13=w13.format.name)
+        check_pair("grouped_gemm", activations=name, w2=w2.format.name)
         if name != NVFP4.name and (global_scale1 is not None or global_scale2 is not None):
             raise ValueError(f"global_scale1 and global_scale2 must be None for {name} activations; NVFP4 has them")
         trained = backward.wanted(x=x, top_k_weights=top_k_weights, router_logits=router_logits, shared=shared)
@@ -322,15 +324,24 @@ def _check(
     check_matrix("x", x, None, None, x.device)
     for name, w in (("w13", w13), ("w2", w2)):
         if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
-            raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
+            raise ValueError(
+                f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight' (see padless.quantize), got "
+                f"{describe(w)}"
+            )
         if w.device != x.device:
             raise ValueError(f"{name} is on {w.device} and x on {x.device}; they must be on one device")
     experts, n, k = w13.logical_shape
     if k != x.shape[1]:
-        raise ValueError(f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns")
+        remedy = "; w13 seems to be (E, K, N), of which .mT.contiguous() makes (E, N, K)" if n == x.shape[1] else ""
+        raise ValueError(
+            f"w13 is (E, N, K) = {w13.logical_shape} and x {tuple(x.shape)}: K must be x's columns{remedy}"
+        )
     wanted = (experts, k, activation.out_columns(n))
     if w2.logical_shape != wanted:
-        raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
+        raise ValueError(
+            f"w2 must be (E, H, I) = {wanted} where w13 has {n} rows and activation is {activation.kind!r}, "
+            f"got {w2.logical_shape}"
+        )
     if num_experts is not None:
         check_integer("num_experts", num_experts, 1)
     if num_experts is not None and num_experts != experts:

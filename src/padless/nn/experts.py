@@ -259,7 +259,7 @@ class MoE(nn.Module):
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(scores (T, E) float32, top_k_index (T, k) int64, top_k_weights (T, k) float32) of x (T, H)."""
-        logits = self.router(x).to(torch.float32)
+        logits = self.router(x.to(self.router.weight.dtype)).to(torch.float32)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         weights, index = scores.topk(self.top_k, dim=-1)
         if self.normalize:
@@ -300,6 +300,6 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """w2 @ (silu(gate) * up) of x (T, H): (T, H)."""
-        gate, up = self.w13(x).chunk(2, dim=-1)
+        gate, up = self.w13(x.to(self.w13.weight.dtype)).chunk(2, dim=-1)
         out: torch.Tensor = self.w2(nn.functional.silu(gate) * up)
         return out

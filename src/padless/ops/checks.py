@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -43,7 +44,7 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     (m, k) = a.logical_shape if isinstance(a, BlockScaledTensor) else a.shape
     num_groups, n, b_k = b.logical_shape
     if k != b_k:
-        raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
+        raise ValueError(about_k((m, k), (num_groups, n, b_k)))
     multiple = math.lcm(_K_MULTIPLE[format_name(a)], _K_MULTIPLE[b.format.name])
     if k == 0 or k % multiple != 0:
         raise ValueError(f"K is {k}; it must be a positive multiple of {multiple} (quantize a zero-filled tail)")
@@ -70,6 +71,12 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     if isinstance(a, BlockScaledTensor) and a.scale.numel() >= 2**31 - 2**20:
         blocks = f"ceil(K / {a.format.block_k})"
         raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+
+
+def about_k(a: tuple[int, ...], b: tuple[int, ...]) -> str:
+    """The sentence for shapes (M, K) and (G, N, K) of different K."""
+    remedy = "; b seems to be (G, K, N), of which .mT.contiguous() makes (G, N, K)" if a[1] == b[1] else ""
+    return f"a is (M, K) = {a} and b is (G, N, K) = {b}: K must be the same{remedy}"
 
 
 def tensors_of(name: str, t: Activation) -> list[tuple[str, torch.Tensor | None]]:
@@ -158,7 +165,8 @@ def check_ends(offs: torch.Tensor | None, num_groups: int | None, name: str, dev
     if not isinstance(offs, torch.Tensor) or offs.dtype != torch.int32 or offs.dim() != 1:
         raise ValueError(f"offs must be a 1-D int32 or int64 tensor (see padless.group_offsets), got {describe(offs)}")
     if num_groups is not None and offs.shape[0] != num_groups:
-        raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many")
+        remedy = "; padless.layouts.offs_from_indptr drops a leading 0" if offs.shape[0] == num_groups + 1 else ""
+        raise ValueError(f"offs has {offs.shape[0]} entries and b {num_groups} groups; they must be as many{remedy}")
     if offs.device != device:
         raise ValueError(f"offs is on {offs.device} and {name} on {device}; they must be on one device")
     if not offs.is_contiguous():
@@ -173,10 +181,20 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
             raise ValueError(f"{name} must be a BlockScaledTensor (see padless.quantize), got {describe(t)}")
         if data_of(t).dim() != rank:
             raise ValueError(f"{name} must have rank {rank}, {shape}, got {describe(t)}")
-    pairs = dict.fromkeys((route.a, route.b) for route in ROUTES if route.operation == operation)
-    if (format_name(a), b.format.name) not in pairs:
+    check_pair(operation, a=format_name(a), b=b.format.name)
+
+
+@lru_cache
+def _pairs(operation: str) -> dict[tuple[str, str], None]:
+    return dict.fromkeys((route.a, route.b) for route in ROUTES if route.operation == operation)
+
+
+def check_pair(operation: str, **formats: str) -> None:
+    """Raises ValueError unless there is a product of these two formats, given by the names of their arguments."""
+    (a, b), pairs = formats.items(), _pairs(operation)
+    if (a[1], b[1]) not in pairs:
         supported = ", ".join(f"{x} x {y}" for x, y in pairs)
-        raise ValueError(f"a has format {format_name(a)} and b has format {b.format.name}; supported: {supported}")
+        raise ValueError(f"{a[0]} has format {a[1]} and {b[0]} has format {b[1]}; supported: {supported}")
 
 
 def output(
@@ -251,7 +269,7 @@ def check_offs_values(offs: torch.Tensor, m: int) -> None:
         if end < before or end > m:
             raise ValueError(
                 f"offs[{g}] is {end}; offs must not be negative nor decrease (the entry before is {before}) "
-                f"nor pass M = {m}"
+                f"nor pass M = {m}; of sizes padless.group_offsets makes ends"
             )
 
 

@@ -14,6 +14,7 @@ from padless.kernels.sm90_bf16_plain import host
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.ops import traced
 from padless.ops.checks import (
+    about_k,
     check_alignment,
     check_ends,
     check_offs_values,
@@ -64,7 +65,7 @@ def grouped_gemm_plain(
     _check_operands(a, weights)
     if not dense:
         check_ends(offs, weights.shape[0], "a", a.device)
-    if check_offs and offs is not None:
+    if offs is not None and (check_offs or (a.is_cpu and backend in (None, "reference"))):
         check_offs_values(offs, a.shape[0])
     result = output(a, weights, out, out_dtype)
     if is_traced(a):
@@ -103,7 +104,7 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
             raise ValueError(f"{name} must have rank {rank}, {shape}, got {describe(tensor)}")
     (m, k), (num_groups, n, b_k) = a.shape, b.shape
     if k != b_k:
-        raise ValueError(f"a is (M, K) = {(m, k)} and b is (G, N, K) = {(num_groups, n, b_k)}: K must be the same")
+        raise ValueError(about_k((m, k), (num_groups, n, b_k)))
     if k == 0 or k % _K_MULTIPLE != 0:
         raise ValueError(f"K is {k}; it must be a positive multiple of {_K_MULTIPLE}")
     if b.device != a.device:
