@@ -154,7 +154,7 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch, complaint: str
 # --- the machine code --------------------------------------------------------------------------------------
 
 
-MOST_MOVES = 0.25  # for a wgmma, of the few words that change with the tile; 4 where none of a descriptor is in uniform registers
+MOST_MOVES = 0.25  # for a wgmma, of words that change with the tile; 4 where descriptors are in vector registers
 
 
 def descriptor_complaints(sass: list[str]) -> list[str]:
