@@ -155,7 +155,7 @@ def experts_of(model: Any) -> list[Any]:
 
 
 def given_experts(model: Any, step: Steps) -> list[tuple[Any, ...]]:
-    """What each layer's experts are called with in a step."""
+    """Arguments of each layer's experts in a step."""
     found = list[tuple[Any, ...]]()
 
     def note(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
