@@ -16,6 +16,7 @@ from padless.integrations import weights as shared_weights
 from padless.integrations.transformers import set_activations
 from padless.integrations.transformers.weights import expert_weights
 from padless.kernels.sm90_bf16 import host as sm90_bf16
+from support.hopper import pretended
 from support.hub_checkpoints import VOCABULARY, error, experts_of, load, load_dequantized, logits, row_errors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -95,6 +96,26 @@ def test_gpt_oss_scales_are_copied_once(folder_of: Callable[..., Path], monkeypa
     assert {name for name, _ in experts_of(again)[0].named_parameters()} == {
         name for name, _ in experts_of(model)[0].named_parameters()
     }
+
+
+def test_a_token_is_one_launch_that_is_packed_once(
+    folder_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases in bfloat16 are converted once: converted at every call they would be other tensors to every launch."""
+    model = load(folder_of("gpt_oss", "mxfp4"), experts_implementation="padless")
+    experts = experts_of(model)[0]
+    assert experts.down_proj_bias.dtype == torch.bfloat16
+    x = torch.randn(1, model.config.hidden_size).bfloat16()
+    ids = torch.rand(1, experts.num_experts).argsort(-1)[:, :2]
+    packed, counts = [], []
+    with torch.no_grad(), pretended() as gpu:
+        monkeypatch.setattr(gpu, "packed", lambda *launch, pack=gpu.packed: (packed.append(launch), pack(*launch)))
+        for _ in range(12):
+            experts(x, ids, torch.rand(1, 2).bfloat16())
+            counts.append((len(packed), len(gpu.launched)))
+    assert counts[0][0] > 0
+    assert counts[-1][0] == counts[5][0], "launches are packed again"
+    assert counts[-1][1] - counts[5][1] == 6
 
 
 def test_gpt_oss_generates_the_tokens_of_dequantized_weights(folder_of: Callable[..., Path]) -> None:

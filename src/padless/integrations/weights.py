@@ -191,7 +191,7 @@ class WeightCache:
     def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
         first = block_scaled("w13", w13, w13_scale, self._remedy)
         second = in_tiles(block_scaled("w2", w2, w2_scale, self._remedy))
-        return ExpertWeights(first, second, _float32(bias13), _float32(bias2), activations_for(first))
+        return ExpertWeights(first, second, in_float32(bias13), in_float32(bias2), activations_for(first))
 
     def write_again(self) -> None:
         """Writes what was built anew, where it lies."""
@@ -200,7 +200,8 @@ class WeightCache:
             self._key = tuple(None if t is None else _identity(t) for t in self.sources)
 
 
-def _float32(bias: torch.Tensor | None) -> torch.Tensor | None:
+def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A bias as the kernels read it, detached: converted at every call it would be another tensor to each launch."""
     return None if bias is None else bias.detach().float().contiguous()
 
 

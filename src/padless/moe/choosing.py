@@ -134,7 +134,7 @@ def choice_of(
 
 
 def _about_logits(t: object, tokens: int, num_experts: int, k: int = 0) -> str:
-    """What to do with a tensor that has a number for each expert, in the place of the k chosen ones."""
+    """The remedy for a tensor that has a number for each expert, in the place of the k chosen ones."""
     if not isinstance(t, torch.Tensor) or t.is_nested or not t.is_floating_point() or num_experts == k:
         return ""
     if t.shape != (tokens, num_experts):

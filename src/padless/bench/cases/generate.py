@@ -155,7 +155,7 @@ def experts_of(model: Any) -> list[Any]:
 
 
 def given_experts(model: Any, step: Steps) -> list[tuple[Any, ...]]:
-    """What each layer's experts are called with in a step."""
+    """Arguments of each layer's experts in a step."""
     found = list[tuple[Any, ...]]()
 
     def note(module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -241,8 +241,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
             table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=24),
             *table.axes("sequences"),
             *map(tokens, names),
-            table.ratio("grouped_mm / padless", names[0], names[2], 2, unit="x"),
-            table.ratio("batched_mm / padless", names[1], names[2], 2, unit="x"),
+            table.ratio("to grouped_mm", names[0], names[2], 2, unit="x"),
+            table.ratio("to batched_mm", names[1], names[2], 2, unit="x"),
         ]
         return table.table_of(title, columns, table.by_point(records), 1)
 

@@ -19,6 +19,7 @@ from padless.integrations.weights import (
     ExpertWeights,
     activations_for,
     block_scaled,
+    in_float32,
     in_tiles,
     register_derived,
     rewritten,
@@ -102,8 +103,8 @@ def expert_weights(module: Any) -> ExpertWeights:
     """The weights of an experts module; built at the first call and again when a parameter is another or was written to.
 
     A write through `.data` is not counted by torch; codes and float32 scales are shared with the parameters, so it
-    shows all the same, and other scales have to be replaced. Raises ValueError for weights that are not quantized, or
-    not in a known format.
+    shows all the same, and other scales and biases have to be replaced. Raises ValueError for weights that are not
+    quantized, or not in a known format.
     """
     if torch.compiler.is_compiling():  # addresses cannot be traced; what is built is a few nodes of the graph
         return _build(module)
@@ -142,12 +143,8 @@ def _build(module: Any) -> ExpertWeights:
     w13, w2 = _weight(module, first), in_tiles(_weight(module, "down_proj"))
     if getattr(module, "padless_activation", {}).get("gate_up") == "alternating":  # the epilogue reads tiles too
         w13 = in_tiles(w13)
-    bias13, bias2 = (_detached(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
+    bias13, bias2 = (in_float32(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
     return ExpertWeights(w13, w2, bias13, bias2, getattr(module, CHOSEN, None) or activations_for(w13))
-
-
-def _detached(t: torch.Tensor | None) -> torch.Tensor | None:
-    return None if t is None else t.detach()
 
 
 def _weight(module: Any, name: str) -> BlockScaledTensor:
