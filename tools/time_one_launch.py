@@ -29,7 +29,9 @@ TURNS = (("one", True), ("four", False), ("one again", True), ("four again", Fal
 
 
 def layer_us(stack: Stack, in_one: bool, repeats: int = 9) -> float:
-    """A layer's time, with nothing remembered of earlier calls, whose scratch is taken back: there is not enough for all."""
+    """A layer's time, with nothing remembered of earlier calls, whose scratch is taken back: there is not enough for
+    all.
+    """
     remembered.forget()
     replay._REPLAYS.clear()
     host._SCRATCH.clear()
