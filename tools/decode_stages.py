@@ -1,4 +1,4 @@
-"""When the stages of a decoding layer in one launch begin and end on a Hopper GPU: FP8_BLOCK, `sm90_moe_decode`.
+"""Clock times of the stages of a decoding layer in one launch, FP8_BLOCK, on a Hopper GPU.
 
     python tools/decode_stages.py OUT.json      about 25 s
 
