@@ -80,8 +80,7 @@ constexpr int LANES_OF_BLOCK = 32 / QUAD_BLOCKS, WORDS_OF_LANE_AND_QUAD = BLOCK_
 __device__ __forceinline__ void wait_for_hidden(const uint32_t* hidden, int blocks, int warp, int lane) {
     constexpr int QUADS = 32 / QUAD_BLOCKS;
     for (int quad = warp; quad * QUAD_BLOCKS < blocks; quad += QUADS * NUM_CONSUMER_WARPS) {
-        const int block =
-            (quad + lane / QUAD_BLOCKS * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + lane % QUAD_BLOCKS;
+        const int block = (quad + lane / QUAD_BLOCKS * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + lane % QUAD_BLOCKS;
         Patience patience;
         while (block < blocks && ld_relaxed_gpu(hidden + block * BLOCK_K + lane * 4) == 0) patience.wait();
     }
