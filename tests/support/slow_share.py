@@ -2,7 +2,7 @@
 
 `--slow-share N` runs one in N of the slow tests. Which ones the commit decides, so that all are run in the course of
 time; they come first, in an order that the commit decides too, until each process has spent `--slow-seconds` on them.
-Of the cases of a test, or the tests of a file, in cases_in_turns.txt it runs one in `TURNS`, which the commit decides too.
+Of the cases of a test, or the tests of a file, in cases_in_turns.txt it runs one in `TURNS`, by the commit too.
 
 `--resume` leaves out what has passed before with the same files and versions. What passed is kept in
 `.pytest_cache/passed`, one file for each state of the tree.
