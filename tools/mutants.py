@@ -80,8 +80,9 @@ class Capturing(EmulatedDriver):
 def captured(name: str, short: bool = False) -> Launch:
     """The launch of a case, its tensors as they are before it."""
     from mutant_cases import CASES, LONG, SHORT, of_sizes
+    from mutant_exchange import EXCHANGES
 
-    arch, call = CASES[name]
+    arch, call = {**CASES, **EXCHANGES}[name]
     device, sizes = Capturing(arch), SHORT if short else LONG
     with standing_in(device, arch), of_sizes(device, sizes):
         try:
@@ -92,7 +93,9 @@ def captured(name: str, short: bool = False) -> Launch:
 
 
 def digest_of(launch: Launch) -> str:
-    return hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12]
+    """Of the PTX; with the version of Triton where that has written it."""
+    digest, log = hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12], launch.kernel.log
+    return f"{digest} of {log}" if log.startswith("Triton") else digest
 
 
 def unsettled(summary: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -157,7 +160,9 @@ class Case:
                 raise RuntimeError(f"the two sizes of {self.name} are two kernels")
             killed_by = self._other.survey.judge(mutant).killed_by
         ins = mutant.instruction
-        source = re.sub(r"[^\s(]*/(?=device/|sm\d+_\w+/)", "", str(ins.source or ""))  # paths below kernels/
+        source = re.sub(
+            r"[^\s(]*/(?=device/|sm\d+_\w+/|distributed/triton/|triton/language/)", "", str(ins.source or "")
+        )  # paths below kernels/
         return {"case": self.name, "digest": self.digest, "line": ins.line, "change": mutant.change,
                  "killed_by": killed_by, "short": short, "source": source, "instruction": str(ins),
                  "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import mutant_exchange
 import mutant_page
 import mutants
 import padless
@@ -86,6 +88,59 @@ def test_unsettled_are_new_changed_and_unfinished_kernels(monkeypatch: pytest.Mo
         "begun": {"digest": "1", "judged": 2, "mutants": 3},
     }  # fmt: skip
     assert mutants.unsettled({"kernels": kernels}, [*kernels, "new"]) == ["changed", "begun", "new"]
+
+
+SENDER = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry send(
+	.param .u64 send_param_0
+)
+.reqntid 1
+{
+	.reg .b32 %r<2>;
+	.reg .b64 %rd<1>;
+	ld.param.b64 %rd0, [send_param_0];
+	mov.b32 %r0, 7;
+	st.global.b32 [%rd0], %r0;
+	atom.global.sys.release.exch.b32 %r1, [%rd0 + 4], %r0;
+	ret;
+}
+"""
+RECEIVER = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry receive(
+	.param .u64 receive_param_0
+)
+.reqntid 1
+{
+	.reg .b32 %r<2>;
+	.reg .b64 %rd<1>;
+	ld.param.b64 %rd0, [receive_param_0];
+$L__BB0_1:
+	atom.global.sys.acquire.add.u32 %r1, [%rd0 + 4], 0;
+	ld.global.b32 %r0, [%rd0];
+	st.global.b32 [%rd0 + 8], %r0;
+	ret;
+}
+"""
+
+
+def test_two_ranks_launches_are_ordered_by_their_signals_alone() -> None:
+    def found(sender: str, receiver: str) -> tuple[set[str], int]:
+        emulator = Emulator(mutant_exchange.together(sender, receiver))
+        words = np.zeros(4, np.uint32)
+        address = emulator.memory.register(words.view(np.uint8))
+        result = emulator.launch("pair", (1, 2), 1, [address, address])
+        return {report.kind for report in result.reports}, int(words[2])
+
+    assert found(SENDER, RECEIVER) == (set(), 7)
+    for word in ("release", "acquire"):
+        weak = (text.replace(word, "relaxed") for text in (SENDER, RECEIVER))
+        assert found(*weak) == ({"race"}, 7)
+    narrow = (text.replace(".sys", ".cta") for text in (SENDER, RECEIVER))
+    assert found(*narrow)[0] == {"race"}
 
 
 @pytest.mark.slow
