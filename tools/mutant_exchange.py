@@ -182,7 +182,7 @@ def values_of(kernel: Any, arguments: list[Any]) -> list[Any]:
 
 def parts_of(ptx: str) -> tuple[list[str], str, str]:
     """(parameters, threads, body with its braces) of a module of one entry, as Triton writes it."""
-    found = re.search(r"\.entry \w+\((.*?)\)\s*(\.reqntid [\d, ]+)\n(\{.*?\n\})\n", ptx, re.DOTALL)
+    found = re.search(r"\.entry \w+\((.*?)\)\s*(\.reqntid [\d, ]+)\n(\{.*?\n\})\s*\n\s*(?:\.file|\Z)", ptx, re.DOTALL)
     assert found is not None
     return [line.strip() for line in found[1].split(",")], found[2].strip(), found[3]
 
