@@ -42,14 +42,15 @@ AXES = {
     "ep": ("model", "ranks", "tokens"),
     "layer": ("model", "tokens"),
     "decoding": ("model", "tokens"),
+    "generate": ("model", "sequences"),
     "pretrain": ("model", "microbatches"),
     "train": ("model", "tokens", "top_k", "experts"),
     "wgrad": ("sizes", "M", "groups", "N", "K"),
 }
 
 # What went wrong in a record, by the number of it: one call of a tile that nothing picks there gave other bits
-# (docs/kernels/sm90_bf16/index.md).
-FAILURES = {"2026-11-23-h200-picks.jsonl": 1}
+# (docs/kernels/sm90_bf16/index.md); torchao's step, whose products are DeepGEMM's, with a build of it that crashed.
+FAILURES = {"2026-11-23-h200-picks.jsonl": 1, "2026-11-28-h200-train.jsonl": 2}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
@@ -72,7 +73,10 @@ def test_every_committed_record_is_shown_within_100_columns(path: Path) -> None:
             digits = 0 if kind in ("adapters", "layer", "train") else 1
             unit = 1e-3 if kind in ("model", "pretrain") else 1.0  # milliseconds
             times = point["step"] if kind == "pretrain" else point["gpu"]
-            own = next(f"{timing['us'] * unit:.{digits}f}" for timing in times.values())
+            shown_as = [(t["us"] * unit, digits) for t in times.values()]
+            if kind == "generate":  # tokens a second
+                shown_as = [(1e6 * point["point"]["sequences"] / us, 0) for us, _ in shown_as]
+            own = next(f"{value:.{places}f}" for value, places in shown_as)
             assert any(own in line and all(axis in line for axis in axes if kind != "quantize") for line in lines)
 
 

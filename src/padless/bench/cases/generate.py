@@ -241,8 +241,8 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
             table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=24),
             *table.axes("sequences"),
             *map(tokens, names),
-            table.ratio("grouped_mm / padless", names[0], names[2], 2, unit="x"),
-            table.ratio("batched_mm / padless", names[1], names[2], 2, unit="x"),
+            table.ratio("to grouped_mm", names[0], names[2], 2, unit="x"),
+            table.ratio("to batched_mm", names[1], names[2], 2, unit="x"),
         ]
         return table.table_of(title, columns, table.by_point(records), 1)
 

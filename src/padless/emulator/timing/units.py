@@ -155,9 +155,8 @@ class Units:
         unit, sm = work.detail, self.sm(work.cta.slot)
         size = {"f16": 2, "bf16": 2, "tf32": 4}.get(unit.a_type, 1)
         in_shared = unit.a_descriptor is not None
-        cycles = wgmma_cycles(self.chip, unit.n, unit.stored_k * size, in_shared)
-        elements = unit.n * unit.k + (64 * unit.stored_k if in_shared else 0)
-        sm.shared.busy += elements * size / self.chip["shared_bytes_per_clk"]
+        cycles = wgmma_cycles(self.chip, unit.n, unit.k * size, in_shared)
+        sm.shared.busy += (unit.n + (64 if in_shared else 0)) * unit.k * size / self.chip["shared_bytes_per_clk"]
         if sm.products is None:
             sm.products = Batches(sm.tensor, events)
         if sm.landing:
