@@ -20,6 +20,7 @@ import torch
 from padless.bench.cases.layer import padless_layer
 from padless.bench.cases.problems.decoding import MODELS, DecodingPoint, Stack, layers_of, make_stack
 from padless.kernels import remembered, replay
+from padless.kernels.sm90_moe_decode import host
 from padless.moe import decode
 from padless.testing import machine
 from padless.testing.timing import capture
@@ -28,11 +29,20 @@ TURNS = (("one", True), ("four", False), ("one again", True), ("four again", Fal
 
 
 def layer_us(stack: Stack, in_one: bool, repeats: int = 9) -> float:
-    """A layer's time, with nothing remembered of earlier calls."""
+    """A layer's time, with nothing remembered of earlier calls, whose scratch is taken back: there is not enough for
+    all.
+    """
     remembered.forget()
     replay._REPLAYS.clear()
+    host._SCRATCH.clear()
+    for device, chunks in host._CHUNKS.items():
+        host._USED[device] = 0
+        del chunks[1:]
+        chunks[0].zero_()
     with mock.patch.object(decode, "is_faster", return_value=in_one):
         graph = capture(lambda: [padless_layer(layer) for layer in stack.layers])
+    if host._FULL:
+        raise RuntimeError("a layer found no scratch, so its time is that of several launches")
     times = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

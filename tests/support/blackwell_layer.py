@@ -88,7 +88,7 @@ BUGS: dict[str, Callable[[], Any]] = {
 def kinds_of_reports(launched: Any) -> list[str]:
     """What is wrong with a launch of the session."""
     harmless = () if launched.name.startswith("padless_") else COMPILERS_OWN
-    return sorted({r.kind for r in launched.result.reports} - set(harmless))
+    return sorted({r.kind for r in launched.result.errors} - set(harmless))
 
 
 def main(name: str, tokens: int, bug: str = "") -> dict[str, Any]:

@@ -57,3 +57,13 @@ def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     text = done.stdout.decode(errors="replace")
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", text)
+
+
+def moves_a_product(sass: list[str]) -> float:
+    """R2UR, moves into uniform registers, for each wgmma, between the first wgmma and the last.
+
+    A wgmma takes its descriptors from uniform registers. Where the compiler has their base in a vector register it
+    computes each descriptor there, and moves all four words for every wgmma.
+    """
+    products = [i for i, line in enumerate(sass) if re.match(r"[A-Z]GMMA\b", line)]
+    return sum(line.startswith("R2UR") for line in sass[products[0] : products[-1]]) / len(products)

@@ -2,7 +2,7 @@
 
 `--slow-share N` runs one in N of the slow tests. Which ones the commit decides, so that all are run in the course of
 time; they come first, in an order that the commit decides too, until each process has spent `--slow-seconds` on them.
-Of the many alike cases of a test in cases_in_turns.txt it runs one in `TURNS`, which the commit decides as well.
+Of the cases of a test, or the tests of a file, in cases_in_turns.txt it runs one in `TURNS`, by the commit too.
 
 `--resume` leaves out what has passed before with the same files and versions. What passed is kept in
 `.pytest_cache/passed`, one file for each state of the tree.
@@ -26,8 +26,8 @@ TIME_IS_OVER = "slow: the time of this run's share is over"
 
 LONG_CASES = frozenset(Path(__file__).with_name("long_cases.txt").read_text().splitlines()[1:])
 IN_TURNS = frozenset(Path(__file__).with_name("cases_in_turns.txt").read_text().splitlines()[1:])
-TURNS = 4
-OF_ANOTHER_TURN = f"in turns: one case in {TURNS} is run for a commit; without --slow-share all are"
+TURNS = 6
+OF_ANOTHER_TURN = f"in turns: one in {TURNS} is run for a commit; without --slow-share all are"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -62,12 +62,13 @@ def draw_of(commit: str, nodeid: str) -> int:
 
 
 def leave_to_other_commits(items: list[pytest.Item], commit: str) -> None:
-    """Skips cases of the tests in cases_in_turns.txt, all but every fourth from one that the commit decides."""
+    """Skips cases of what is in cases_in_turns.txt, all but every sixth from one that the commit decides."""
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
-        family = item.nodeid.partition("[")[0]
-        if family in IN_TURNS:
-            families.setdefault(family, []).append(item)
+        test = item.nodeid.partition("[")[0]
+        for family in (test, test.partition("::")[0]):
+            if family in IN_TURNS:
+                families.setdefault(family, []).append(item)
     for family, cases in families.items():
         first = draw_of(commit, family) % TURNS
         for place, item in enumerate(cases):

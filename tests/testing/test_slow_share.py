@@ -137,20 +137,26 @@ def test_a_test_whose_teardown_fails_has_not_passed(repository: Path) -> None:
         assert "1 passed, 1 error" in text
 
 
-def test_cases_in_turns(repository: Path) -> None:
-    """One in four with --slow-share, others for another commit; all of them without it, and with --run-slow."""
-    folder = repository / "tests" / "emulator" / "instructions"
-    folder.mkdir(parents=True)
-    (folder / "test_tcgen05.py").write_text(
-        "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_planted_bug_is_found(i): pass\n"
-    )
+CASES = "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_planted_bug_is_found(i): pass\n"
+TESTS = "".join(f"def test_{i}(): pass\n\n" for i in range(7))
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [("tests/emulator/instructions/test_tcgen05.py", CASES), ("tests/emulator/test_global_order.py", TESTS)],
+    ids=["cases of a test", "tests of a file"],
+)
+def test_cases_in_turns(repository: Path, file: str, text: str) -> None:
+    """One in six with --slow-share, others for another commit; all of them without it, and with --run-slow."""
+    (repository / file).parent.mkdir(parents=True)
+    (repository / file).write_text(text)
     seen: set[str] = set()
     for _ in range(60):
         commit(repository)
-        outcomes, passed, text = run(repository, "--slow-share", "30", "tests")
+        outcomes, passed, output = run(repository, "--slow-share", "30", "tests")
         assert outcomes["passed"] in (1, 2)
         assert outcomes["passed"] + outcomes["skipped"] == 7
-        assert text.count(OF_ANOTHER_TURN) == 1
+        assert OF_ANOTHER_TURN in output
         seen |= set(passed)
         if len(seen) == 7:
             break
@@ -163,5 +169,5 @@ def test_cases_in_turns(repository: Path) -> None:
 def test_what_is_listed_exists(listed: frozenset[str]) -> None:
     """A test that was renamed would be run every time again, unseen."""
     for nodeid in listed:
-        path, name = nodeid.partition("[")[0].split("::")
-        assert f"def {name}(" in (ROOT / path).read_text(), nodeid
+        path, _, name = nodeid.partition("[")[0].partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(), nodeid

@@ -19,7 +19,7 @@ from padless.runtime.devices import chosen_backend, device_of
 
 # Where one launch is faster than several, as measured on an H200: up to so many tokens whose hidden rows have at most so
 # many values, and rows of x so many columns; a token alone always.
-MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 7 << 12, 4096
+MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 8 << 12, 4096
 MOST_FP4_TOKENS = 8  # with FP4 weights
 
 SPIN_LIMIT = 0  # turns of a wait for other CTAs after which a launch traps instead of hanging; 0 is none

@@ -65,7 +65,7 @@ def grouped_gemm_plain(
     _check_operands(a, weights)
     if not dense:
         check_ends(offs, weights.shape[0], "a", a.device)
-    if offs is not None and (check_offs or (a.is_cpu and backend in (None, "reference"))):
+    if check_offs and offs is not None:
         check_offs_values(offs, a.shape[0])
     result = output(a, weights, out, out_dtype)
     if is_traced(a):
@@ -73,6 +73,8 @@ def grouped_gemm_plain(
     check_outputs([("out", result)], [("a", a), ("b", b), ("offs", offs)])
     backend = chosen_backend(backend, a)
     if backend == "reference":
+        if offs is not None:
+            check_offs_values(offs, a.shape[0])
         ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
         return grouped_gemm_plain_reference(a, weights, ends, out=result)
     driver = device_of(backend, a)

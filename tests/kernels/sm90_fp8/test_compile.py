@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from padless.formats import OUT_DTYPES
+from padless.epilogue import Epilogue
+from padless.formats import FP8_BLOCK, OUT_DTYPES
+from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_fp8.config import SCALE_MAJORS, STORES, Problem, Sm90Fp8Config, fit_config, select_config
 from padless.kernels.sm90_fp8.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import SHARED_LIMIT, complaints, instructions
+from support.machine_code import SHARED_LIMIT, complaints, instructions, moves_a_product
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 ARCH = "sm_90a"
@@ -152,6 +154,14 @@ def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch, complaint: str
 # --- the machine code --------------------------------------------------------------------------------------
 
 
+MOST_MOVES = 0.25  # for a wgmma, of words that change with the tile; 4 where descriptors are in vector registers
+
+
+def descriptor_complaints(sass: list[str]) -> list[str]:
+    moves = moves_a_product(sass)
+    return [f"{moves:.2f} moves into uniform registers for a wgmma"] if moves > MOST_MOVES else []
+
+
 def code_complaints(sass: list[str], config: Sm90Fp8Config, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
@@ -164,6 +174,8 @@ def code_complaints(sass: list[str], config: Sm90Fp8Config, kernel: jit.Compiled
         found.append(f"{len(products)} products, not all {shape}")
     if sum(line.startswith("FFMA") for line in sass) < config.block_n // 2:
         found.append("fewer FFMAs than sums to promote")
+
+    found += descriptor_complaints(sass)
 
     loads = {"UTMALDG.3D", "UTMALDG.2D.MULTICAST" if config.cluster_n == 2 else "UTMALDG.2D"}
     loads.add("UTMALDG.2D" if config.scales == "mn" else "UTMALDG.1D")
@@ -243,3 +255,25 @@ def test_another_kernels_code_is_seen(
     kernel = jit.compile_kernel(KERNEL, compiled.prelude(), ARCH)
     found = code_complaints(instructions(kernel, tmp_path), expected, kernel)
     assert any(text.startswith(complaint) for text in found), found
+
+
+GLU = Epilogue(activation="swiglu", gate_up="concatenated", row_format=FP8_BLOCK)
+QUANT_CASES = {
+    "SwiGLU-256x128x2": QuantConfig(Sm90Fp8Config(block_m=256, cluster_n=2), GLU),
+    "SwiGLU-128x128": QuantConfig(Sm90Fp8Config(), GLU),
+    "rows-128x128": QuantConfig(Sm90Fp8Config(), Epilogue(row_format=FP8_BLOCK)),
+    "columns-256x128": QuantConfig(Sm90Fp8Config(block_m=256), Epilogue(column_format=FP8_BLOCK)),
+}
+
+
+@pytest.mark.parametrize("config", QUANT_CASES.values(), ids=QUANT_CASES)
+def test_quantizing_kernels_keep_descriptors_in_uniform_registers(config: QuantConfig, tmp_path: Path) -> None:
+    kernel = jit.compile_kernel(KERNEL, config.prelude(), ARCH)
+    assert complaints(kernel) == []
+    assert descriptor_complaints(instructions(kernel, tmp_path)) == []
+
+
+def test_descriptors_in_vector_registers_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel = planted(monkeypatch, KERNEL, r"uniform_in_warp\(shared, lane\)", "shared")
+    found = descriptor_complaints(instructions(kernel, tmp_path))
+    assert any("moves into uniform registers" in text for text in found), found

@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
-        consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
+        consume_tiles(uniform_in_warp(shared, lane), problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }
     if constexpr (CLUSTER_N > 1) {  // nor leave while the other may still signal or fill it

@@ -71,53 +71,73 @@ __device__ __forceinline__ void quantize_x(const Problem& p, const Layout& layou
         st_shared_f32(layout.scales + (n / missing * MOST_TOKENS + p.tokens + n % missing) * 4, 0.0f);
 }
 
-constexpr int HIDDEN_IN_FLIGHT = 8;  // blocks of hidden rows that a warp waits for together
+constexpr int QUAD_BLOCKS = 4;      // blocks of hidden rows that a warp reads together: eight lanes have one
+constexpr int QUADS_IN_FLIGHT = 4;  // that it waits for together
+constexpr int LANES_OF_BLOCK = 32 / QUAD_BLOCKS, WORDS_OF_LANE_AND_QUAD = BLOCK_K / LANES_OF_BLOCK;
 
-// A warp has a block of a row. Words that are 0 have not been written: they are read again.
+// Warp: waits until a word of every block that this warp reads has been written. The others of a block are likely there too: so
+// waiting takes little of memory's time, and one round trip is enough for any number of blocks.
+__device__ __forceinline__ void wait_for_hidden(const uint32_t* hidden, int blocks, int warp, int lane) {
+    constexpr int QUADS = 32 / QUAD_BLOCKS;
+    for (int quad = warp; quad * QUAD_BLOCKS < blocks; quad += QUADS * NUM_CONSUMER_WARPS) {
+        const int block = (quad + lane / QUAD_BLOCKS * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + lane % QUAD_BLOCKS;
+        Patience patience;
+        while (block < blocks && ld_relaxed_gpu(hidden + block * BLOCK_K + lane * 4) == 0) patience.wait();
+    }
+    __syncwarp();
+}
+
+// Words that are 0 have not been written: they are read again.
 __device__ __forceinline__ void quantize_hidden(SharedStorage& shared, const Problem& p, const Layout& layout,
                                                 int warp, int lane) {
     const uint32_t* hidden = p.hidden(shared.launches);
     const int k_blocks = p.i_blocks(), room = p.room_for_rows();
     const int rows = shared.first_row[shared.num_hit], blocks = rows * k_blocks;
-    for (int first = warp; first < blocks; first += HIDDEN_IN_FLIGHT * NUM_CONSUMER_WARPS) {
-        // A look at a word of each block until all are there, so that waiting takes little of memory's time.
-        const int looked_at = first + lane % HIDDEN_IN_FLIGHT * NUM_CONSUMER_WARPS;
+    const int of_quad = lane / LANES_OF_BLOCK, part = lane % LANES_OF_BLOCK * 4;
+    wait_for_hidden(hidden, blocks, warp, lane);
+    for (int first = warp; first * QUAD_BLOCKS < blocks; first += QUADS_IN_FLIGHT * NUM_CONSUMER_WARPS) {
+        uint32_t words[QUADS_IN_FLIGHT][WORDS_OF_LANE_AND_QUAD / 4][4];
         Patience patience;
         for (;;) {
-            const bool waits = lane < HIDDEN_IN_FLIGHT && looked_at < blocks &&
-                               ld_relaxed_gpu(hidden + looked_at * BLOCK_K + lane * 8) == 0;
-            if (!__any_sync(0xffffffff, waits)) break;
-            patience.wait();
-        }
-        uint32_t words[HIDDEN_IN_FLIGHT][4];
-        bool is_whole;
-        do {
-            is_whole = true;
+            bool is_whole = true;
 #pragma unroll
-            for (int n = 0; n < HIDDEN_IN_FLIGHT; ++n) {
-                const int block = first + n * NUM_CONSUMER_WARPS;
+            for (int n = 0; n < QUADS_IN_FLIGHT; ++n) {
+                const int block = (first + n * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + of_quad;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) words[n][i] = ~0u;
-                if (block < blocks) ld_relaxed_gpu_v4(hidden + block * BLOCK_K + lane * 4, words[n]);
+                for (int i = 0; i < WORDS_OF_LANE_AND_QUAD / 4; ++i) {
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) words[n][i][j] = ~0u;
+                    if (block < blocks)
+                        ld_relaxed_gpu_v4(hidden + block * BLOCK_K + i * (4 * LANES_OF_BLOCK) + part,
+                                          words[n][i]);
+                }
             }
 #pragma unroll
-            for (int n = 0; n < HIDDEN_IN_FLIGHT; ++n)
-                is_whole &= words[n][0] != 0 && words[n][1] != 0 && words[n][2] != 0 && words[n][3] != 0;
-            is_whole = __all_sync(0xffffffff, is_whole);
-            if (!is_whole) patience.wait();
-        } while (!is_whole);
+            for (int n = 0; n < QUADS_IN_FLIGHT; ++n) {
 #pragma unroll
-        for (int n = 0; n < HIDDEN_IN_FLIGHT; ++n) {
-            const int block = first + n * NUM_CONSUMER_WARPS;
-            if (block >= blocks) break;
-            float v[4];
+                for (int i = 0; i < WORDS_OF_LANE_AND_QUAD / 4; ++i)
+                    is_whole &= words[n][i][0] != 0 && words[n][i][1] != 0 && words[n][i][2] != 0 &&
+                                words[n][i][3] != 0;
+            }
+            if (__all_sync(0xffffffff, is_whole)) break;
+            patience.wait();
+        }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) v[i] = __uint_as_float(~words[n][i]);
-            uint32_t codes[1];
-            const float scale = quantize_block<4, 32>(v, codes);
+        for (int n = 0; n < QUADS_IN_FLIGHT; ++n) {
+            const int block = (first + n * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + of_quad;
+            if (block - of_quad >= blocks) break;
+            float v[WORDS_OF_LANE_AND_QUAD];
+#pragma unroll
+            for (int i = 0; i < WORDS_OF_LANE_AND_QUAD; ++i) v[i] = __uint_as_float(~words[n][i / 4][i % 4]);
+            uint32_t codes[WORDS_OF_LANE_AND_QUAD / 4];
+            const float scale = quantize_block<WORDS_OF_LANE_AND_QUAD, LANES_OF_BLOCK>(v, codes);
+            if (block >= blocks) continue;
             const int row = block / k_blocks, kb = block % k_blocks;
-            st_shared_b32(code_address(layout.codes, room, kb, row, lane * 4), codes[0]);
-            if (lane == 0) st_shared_f32(layout.scales + (kb * room + row) * 4, scale);
+#pragma unroll
+            for (int i = 0; i < WORDS_OF_LANE_AND_QUAD / 4; ++i)
+                st_shared_b32(code_address(layout.codes, room, kb, row, i * (4 * LANES_OF_BLOCK) + part),
+                              codes[i]);
+            if (part == 0) st_shared_f32(layout.scales + (kb * room + row) * 4, scale);
         }
     }
     const int missing = (rows + 7) / 8 * 8 - rows, chunks = missing * BLOCK_K / 16;

@@ -109,6 +109,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         route(shared, problem, lane);
         if (lane == 0) mbarrier_arrive(routed);
         mbarrier_wait(routed, 0);
+        prefetch_stripe_scales(shared, problem, lane);
         clear_old_rows(shared, problem, lane);
     } else if (warp >= NUM_CONSUMER_WARPS) {
         mbarrier_wait(routed, 0);
@@ -125,10 +126,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         mbarrier_wait(routed, 0);
         first_product(shared, problem, layout, ring, pipeline, warp % 4, lane, position);
+        const WeightScales scales = first_stripe_scales(shared, problem, pipeline, warp % 4, lane);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);  // codes of x are read no more
         quantize_hidden(shared, problem, layout, warp, lane);
         fence_proxy_async_shared();
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
-        second_product(shared, problem, layout, ring, pipeline, warp % 4, lane, position);
+        second_product(shared, problem, layout, ring, pipeline, warp % 4, lane, scales, position);
     }
 }

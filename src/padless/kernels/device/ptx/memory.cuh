@@ -5,6 +5,16 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// One warp, all lanes: `shared` by an address that the compiler cannot trace to where it came from and knows to be the same in
+// all lanes. So everything derived from it lives in uniform registers. Where the same address was already used on diverging
+// paths, such as those that build a table of groups, ptxas merges it in a vector register instead and moves each descriptor
+// from there (R2UR), four moves a wgmma. `lane` keeps the shuffle: ptxas removes one of a value that it knows to be uniform.
+template <class Storage>
+__device__ __forceinline__ Storage& uniform_in_warp(Storage& shared, int lane) {
+    const uint32_t address = __shfl_sync(0xffffffff, shared_address(&shared) + lane, 0);
+    return *static_cast<Storage*>(__cvta_shared_to_generic(address));
+}
+
 __device__ __forceinline__ float ld_shared_f32(uint32_t address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
