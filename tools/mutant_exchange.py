@@ -31,6 +31,7 @@ from support import ep_emulated, ep_virtual
 # Threads that hold copies of a value store it to one place, which is no error where checks are not strict; LLVM leaves
 # a register unset that nothing looks at.
 COMPILERS_OWN = ("uninitialised-register",)
+POLLS = 1000  # a launch that runs next to the one it waits for
 Steps = Callable[["Pair"], None]
 
 
@@ -42,8 +43,8 @@ class Pair:
     """Two virtual ranks; `sent` holds back rank 1's launch in its block, `received` rank 0's."""
 
     def __init__(self, programs: int, few_slots: int, **options: Any) -> None:
-        self.problem = exchange.draw([2, 1], 4, 256, 3, 1)
-        self.ranks = ep_virtual.make(self.problem, programs=programs, few_slots=few_slots, **options)
+        self.problem = exchange.draw([3, 4], 4, 256, 3, 1)  # of rank 1, two tokens for a program
+        self.ranks = ep_virtual.make(self.problem, programs=programs, few_slots=few_slots, polls=POLLS, **options)
         self.held: list[tuple[Any, tuple[int, ...], list[Any]]] = []
         self._holds = False
 

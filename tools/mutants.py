@@ -38,6 +38,7 @@ from padless.runtime.driver import Argument, LaunchShape
 from padless.runtime.jit import CompiledKernel
 
 SEEDS = 2
+OVERLAPPING = 0, 32  # seeds of exchanges: CTA by CTA in the order of the grid, and three at a time
 SUMMARY = Path(__file__).parents[1] / "docs" / "measured" / "mutants.json"
 Arrays = dict[str, np.ndarray[Any, Any]]
 Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
@@ -112,8 +113,11 @@ class Case:
     """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX. short: the second size."""
 
     def __init__(self, name: str, seeds: int = SEEDS, short: bool = False) -> None:
+        from mutant_exchange import EXCHANGES
+
         launch = captured(name, short)
-        self.name, self.seeds = name, range(seeds)
+        self.name, self.is_exchange = name, name in EXCHANGES
+        self.seeds = OVERLAPPING if self.is_exchange else range(seeds)
         self._other: Case | None = None
         self._launch = launch
         self._tensors = {i: t for i, t in enumerate(launch.tensors) if t.numel()}
@@ -134,6 +138,8 @@ class Case:
             raw.copy_(self._before[address])
         launch = self._launch
         device = emulator.with_memory(memory_of(launch.tensors))
+        for allocation in device.memory.allocations:
+            allocation.followed = self.is_exchange
         device.arithmetic = "fast"
         result = device.launch(
             launch.kernel.entry, launch.shape.grid, launch.shape.block, launch.values,
