@@ -42,8 +42,8 @@ class Held(Exception):
 class Pair:
     """Two virtual ranks; `sent` holds back rank 1's launch in its block, `received` rank 0's."""
 
-    def __init__(self, programs: int, few_slots: int, **options: Any) -> None:
-        self.problem = exchange.draw([3, 4], 4, 256, 3, 1)  # of rank 1, two tokens for a program
+    def __init__(self, programs: int, few_slots: int, hidden: int, **options: Any) -> None:
+        self.problem = exchange.draw([3, 4], 4, hidden, 3, 1)  # of rank 1, two tokens for a program
         self.ranks = ep_virtual.make(self.problem, programs=programs, few_slots=few_slots, polls=POLLS, **options)
         self.held: list[tuple[Any, tuple[int, ...], list[Any]]] = []
         self._holds = False
@@ -151,25 +151,26 @@ def next_sums(pair: Pair) -> None:
         send_back(pair, 0)
 
 
-def exchanging(steps: Steps, few_slots: int, **options: Any) -> Callable[[EmulatedDriver], object]:
-    """The two launches that `steps` holds back, of as many programs each as the device has multiprocessors."""
+def exchanging(steps: Steps, few_slots: int, hidden: int = 256, **options: Any) -> Callable[[EmulatedDriver], object]:
+    """The two launches that `steps` holds back, of as many programs each as on a device."""
 
     def call(device: EmulatedDriver) -> object:
-        pair = Pair(device.num_sms(0), few_slots, **options)
+        # 2 and 8 for the two problems: `publish` has one program, whose loops repeat, and three, which take tickets.
+        pair = Pair(device.num_sms(0) ** 2 // 2, few_slots, hidden, **options)
         states = pair.ranks.states
         with pytest.MonkeyPatch.context() as patch:
             ep_emulated.emulate(patch, [s.buffer for s in states], pair.kernel)
             steps(pair)
-        (sender, _, sent), (receiver, grid, received) = pair.held
+        (sender, (sends, *_), sent), (receiver, (receives, *_), received) = pair.held
         text = together(sender.asm["ptx"], receiver.asm["ptx"])
         emulator = Emulator(text, name="pair.ptx", strict=False, ignore=COMPILERS_OWN)
-        values = [*values_of(sender, sent), *values_of(receiver, received)]
+        values = [sends, *values_of(sender, sent), receives, *values_of(receiver, received)]
         tensors = [x for x in (*sent, *received) if isinstance(x, torch.Tensor)] + [s.buffer for s in states]
         shared = max(sender.metadata.shared, receiver.metadata.shared)
         threads = 32 * receiver.metadata.num_warps
         compiler = f"Triton {receiver.metadata.triton_version}"
         kernel = CompiledKernel(text.encode(), "ptx", "pair", shared, threads, 0, 0, 0, 0, compiler)
-        shape = LaunchShape((grid[0], 2), threads, 1)  # type: ignore[arg-type]
+        shape = LaunchShape((max(sends, receives), 2), threads, 1)  # type: ignore[arg-type]
         return device.prepare(emulator, kernel, shape, [(value, 8) for value in values], tensors)()
 
     return call
@@ -190,7 +191,7 @@ def parts_of(ptx: str) -> tuple[list[str], str, str]:
 
 def together(first: str, second: str) -> str:
     """PTX of the entry `pair`, which is the first module's entry where %ctaid.y is 0, else the second's; it takes the
-    parameters of both. The two are of as many threads."""
+    parameters of both, each after how many CTAs it has along x, 64 bits. The two are of as many threads."""
     files = [re.findall(r'^\s*\.file\s+\d+ ".*"$', text, re.MULTILINE) for text in (first, second)]
     second, *files[1] = (
         re.sub(r"(\.(?:file|loc)\s+)(\d+)", lambda m: f"{m[1]}{int(m[2]) + len(files[0])}", text)
@@ -200,21 +201,24 @@ def together(first: str, second: str) -> str:
     assert threads == same_threads
     head = re.findall(r"^\.(?:version|target|address_size|extern).*$", first, re.MULTILINE)
     sends, sender, receives, receiver = (
-        re.sub(r"\w+_param_(?=\d)", f"{role}_param_", text)
+        re.sub(r"\w+_param_(?=\d)", f"{role}_param_", text).replace("%nctaid.x", "%programs")
         for role, texts in (("send", (",\n".join(takes), sender)), ("receive", (",\n".join(also_takes), receiver)))
         for text in texts
     )
     return "\n".join([
-        *head, f".visible .entry pair(\n{sends},\n{receives}\n)\n{threads}", "{",
-        ".reg .pred %receives;", ".reg .b32 %role;", "mov.u32 %role, %ctaid.y;", "setp.ne.u32 %receives, %role, 0;",
-        "@%receives bra $RECEIVE;", sender, "$RECEIVE:", receiver, "}", *files[0], *files[1], "",
+        *head, f".visible .entry pair(\n.param .u64 senders,\n{sends},\n.param .u64 receivers,\n{receives}\n)",
+        threads, "{", ".reg .pred %receives, %idle;", ".reg .b32 %role, %place, %programs;",
+        "mov.u32 %role, %ctaid.y;", "setp.ne.u32 %receives, %role, 0;", "mov.u32 %place, %ctaid.x;",
+        "ld.param.u32 %programs, [senders];", "@%receives ld.param.u32 %programs, [receivers];",
+        "setp.ge.u32 %idle, %place, %programs;", "@%idle ret;", "@%receives bra $RECEIVE;",
+        sender, "$RECEIVE:", receiver, "}", *files[0], *files[1], "",
     ])  # fmt: skip
 
 
 # sender, receiver -> architecture, the call
 EXCHANGES: dict[str, tuple[str, Callable[[EmulatedDriver], object]]] = {
     "publish_ids, localize": ("sm_90a", exchanging(ids, 0)),
-    "publish, fan_out": ("sm_90a", exchanging(rows, 0)),
+    "publish, fan_out": ("sm_90a", exchanging(rows, 0, 2304)),  # scales for two pieces of a program
     "publish, receive_few": ("sm_90a", exchanging(few, 1024)),
     "publish, fan_out_gradients": (
         "sm_90a", exchanging(gradients, 1024, fmt=torch.bfloat16, gradient_format=FP8_BLOCK),

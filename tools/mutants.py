@@ -40,6 +40,7 @@ from padless.runtime.jit import CompiledKernel
 SEEDS = 2
 OVERLAPPING = 0, 32  # seeds of exchanges: CTA by CTA in the order of the grid, and three at a time
 SUMMARY = Path(__file__).parents[1] / "docs" / "measured" / "mutants.json"
+EXCHANGE_SUMMARY = SUMMARY.with_name("mutants_exchange.json")
 Arrays = dict[str, np.ndarray[Any, Any]]
 Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
 
@@ -169,8 +170,13 @@ class Case:
         source = re.sub(
             r"[^\s(]*/(?=device/|sm\d+_\w+/|distributed/triton/|triton/language/)", "", str(ins.source or "")
         )  # paths below kernels/
+        if self.is_exchange:
+            text = self._launch.kernel.image.decode()
+            begins = text[: text.index("$RECEIVE:")].count("\n") + 1
+            source += ", sender" if ins.line < begins else ", receiver"
         return {"case": self.name, "digest": self.digest, "line": ins.line, "change": mutant.change,
-                 "killed_by": killed_by, "short": short, "source": source, "instruction": str(ins),
+                 "killed_by": killed_by, "short": short, "source": source,
+                 "instruction": re.sub(r"^@\S+ ", "", str(ins)),
                  "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 
