@@ -53,19 +53,20 @@ EXCHANGE_HEAD = """
 The kernels that exchange rows between ranks are Triton's. Two ranks' launches, of which one waits for the other's
 signals, run as one launch (`tools/mutant_exchange.py`), CTA by CTA and three at a time; the numbers are of the PTX of
 the version of Triton that `docs/measured/mutants_exchange.json` names. {killed} of {judged} mutants were killed,
-{second} of them by the second problem alone. The {left} others are explained below: equivalent, or not observable in this pair and
-killed in the pair in which the kernel has the other part. `python tools/mutants.py run RECORD --case NAME` judges the
-pairs of `EXCHANGES`, and `python tools/mutant_page.py RECORD` puts them into the JSON as it does the others.
+{second} of them by the second problem alone. The {left} others are explained below: equivalent, or not observable in
+this pair and killed in the pair in which the kernel has the other part. `python tools/mutants.py run RECORD --case
+NAME` judges the pairs of `EXCHANGES`, and `python tools/mutant_page.py RECORD` puts them into the JSON as it does the
+others.
 
-One blind spot was found. The emulator follows an array from its first ordinary store on, so that a read in front of all
-stores was forgotten, and a rank could store over what another still read. Here every array is followed from the
-launch's start; five mutants of `finish` and of the `fan_in` behind it that survive otherwise are races then. Elsewhere the
-limit [stays](emulator_model.md#what-is-not), since it saves following operands.
+One blind spot was found. The emulator follows an array from its first ordinary store on, so that a read in front of
+all stores was forgotten, and a rank could store over what another still read. Here every array is followed from the
+launch's start; five mutants of `finish` and of the `fan_in` behind it that survive otherwise are races then.
+Elsewhere the limit [stays](emulator_model.md#what-is-not), since it saves following operands.
 
 The pair of `publish_ids` and `localize` cannot be judged: the kernel itself is reported. A program of `localize` that
 has waited reads the count of ids in a signal's cell by a weak load, while another program still polls that cell by
-atomic additions of 0. By the letter of the memory model this is a race. The additions write the 64-bit value that is there, so
-every order of the two gives the same count.
+atomic additions of 0. By the letter of the memory model this is a race. The additions write the 64-bit value that is
+there, so every order of the two gives the same count.
 
 | sender, receiver | mutants | judged | killed by a report | by an output | left | of those tried on one problem alone |
 |---|---|---|---|---|---|---|
