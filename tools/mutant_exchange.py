@@ -26,7 +26,7 @@ from padless.testing import exchange
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from support import ep_emulated, ep_virtual
+from support import ep_emulated, ep_virtual  # type: ignore[import-not-found]
 
 # Threads that hold copies of a value store it to one place, which is no error where checks are not strict; LLVM leaves
 # a register unset that nothing looks at.
