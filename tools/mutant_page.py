@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mutant_reasons import reason_of
-from mutants import SUMMARY, read, totals
+from mutant_reasons import EXCHANGE_REASONS, REASONS, Reason, reason_of
+from mutants import EXCHANGE_SUMMARY, SUMMARY, read, totals
 
 PAGE = Path(__file__).parents[1] / "docs" / "mutants.md"
 HEAD = """# Mutants of the kernels
@@ -44,6 +44,31 @@ reading and added to `tools/mutant_reasons.py`, or killed by a better check. Pla
 line of a reason has moved, the reason's place moves with it. New kernels are added to `tools/mutant_cases.py`.
 
 | kernel | mutants | judged | killed by a report | by an output | equivalent | of those tried on one problem alone |
+|---|---|---|---|---|---|---|
+"""
+
+EXCHANGE_HEAD = """
+## Expert parallelism
+
+The kernels that exchange rows between ranks are Triton's. Two ranks' launches, of which one waits for the other's
+signals, run as one launch (`tools/mutant_exchange.py`), CTA by CTA and three at a time; the numbers are of the PTX of
+the version of Triton that `docs/measured/mutants_exchange.json` names. {killed} of {judged} mutants were killed,
+{second} of them by the second problem alone. The {left} others are explained below: equivalent, or not observable in
+this pair and killed in the pair in which the kernel has the other part. `python tools/mutants.py run RECORD --case
+NAME` judges the pairs of `EXCHANGES`, and `python tools/mutant_page.py RECORD` puts them into the JSON as it does the
+others.
+
+One blind spot was found. The emulator follows an array from its first ordinary store on, so that a read in front of
+all stores was forgotten, and a rank could store over what another still read. Here every array is followed from the
+launch's start; five mutants of `finish` and of the `fan_in` behind it that survive otherwise are races then.
+Elsewhere the limit [stays](emulator_model.md#what-is-not), since it saves following operands.
+
+The pair of `publish_ids` and `localize` cannot be judged: the kernel itself is reported. A program of `localize` that
+has waited reads the count of ids in a signal's cell by a weak load, while another program still polls that cell by
+atomic additions of 0. By the letter of the memory model this is a race. The additions write the 64-bit value that is
+there, so every order of the two gives the same count.
+
+| sender, receiver | mutants | judged | killed by a report | by an output | left | of those tried on one problem alone |
 |---|---|---|---|---|---|---|
 """
 
@@ -95,11 +120,14 @@ def count_of(survivor: Mapping[str, Any]) -> int:
     return sum(survivor["kernels"].values())
 
 
-def page(summary: Mapping[str, Any]) -> str:
-    """The text of docs/mutants.md. ValueError where a survivor has no reason."""
-    rows = summary["kernels"]
+def total_of(summary: Mapping[str, Any]) -> dict[str, int]:
     names = ("mutants", "judged", "survivors", "second problem", "tried once")
-    total = {name: sum(own[name] for own in rows.values()) for name in names}
+    return {name: sum(own[name] for own in summary["kernels"].values()) for name in names}
+
+
+def page(summary: Mapping[str, Any], exchanges: Mapping[str, Any]) -> str:
+    """The text of docs/mutants.md, of kernels and of exchanges. ValueError where a survivor has no reason."""
+    total, of_exchanges = total_of(summary), total_of(exchanges)
     is_whole = total["judged"] == total["mutants"]
     text = HEAD.format(
         judged=f"All {total['mutants']}" if is_whole else f"{total['judged']} of {total['mutants']}",
@@ -107,17 +135,28 @@ def page(summary: Mapping[str, Any]) -> str:
         killed=total["judged"] - total["survivors"], second=total["second problem"], left=total["survivors"],
         once=f"; {total['tried once']} of them were tried on the first problem alone" if total["tried once"] else "",
     )  # fmt: skip
-    for name, own in rows.items():
+    text += tables(summary, REASONS, "equivalent mutants")
+    text += EXCHANGE_HEAD.format(
+        judged=of_exchanges["judged"], killed=of_exchanges["judged"] - of_exchanges["survivors"],
+        second=of_exchanges["second problem"], left=of_exchanges["survivors"],
+    )  # fmt: skip
+    return text + tables(exchanges, EXCHANGE_REASONS, "mutants that are left")
+
+
+def tables(summary: Mapping[str, Any], rules: tuple[Reason, ...], title: str) -> str:
+    """The rows of a table that is begun, and a table of what survived."""
+    text = ""
+    for name, own in summary["kernels"].items():
         output = own["by"].get("output", 0)
         numbers = own["mutants"], own["judged"], own["judged"] - own["survivors"] - output, output, own["survivors"]
         text += f"| {name} | {' | '.join(map(str, numbers))} | {own['tried once']} |\n"
     by_reason: dict[str, list[Mapping[str, Any]]] = {}
     for survivor in summary["survivors"]:
-        reason = reason_of(survivor)
+        reason = reason_of(survivor, rules)
         if reason is None:
             raise ValueError(f"nothing explains {survivor}; add a rule to tools/mutant_reasons.py, or kill it")
         by_reason.setdefault(reason.text, []).append(survivor)
-    text += "\n| equivalent mutants | why | where |\n|---|---|---|\n"
+    text += f"\n| {title} | why | where |\n|---|---|---|\n"
     for why, alike in sorted(by_reason.items(), key=lambda item: -sum(map(count_of, item[1]))):
         what = sorted({f"{s['instruction'].split('.shared')[0]} {s['change']}" for s in alike})
         where = sorted({re.sub(r".*inlined at (.*)\)", r"\1", s["source"]) for s in alike})
@@ -127,12 +166,15 @@ def page(summary: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
+    summaries = SUMMARY, EXCHANGE_SUMMARY
     if len(sys.argv) > 1:
         from mutant_cases import CASES
+        from mutant_exchange import EXCHANGES
 
-        before = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {"kernels": {}, "survivors": []}
-        SUMMARY.write_text(json.dumps(summarised(Path(sys.argv[1]), before, CASES), indent=1) + "\n")
-    PAGE.write_text(page(json.loads(SUMMARY.read_text())))
+        for path, names in zip(summaries, (CASES, EXCHANGES), strict=True):
+            before = json.loads(path.read_text()) if path.exists() else {"kernels": {}, "survivors": []}
+            path.write_text(json.dumps(summarised(Path(sys.argv[1]), before, names), indent=1) + "\n")
+    PAGE.write_text(page(*(json.loads(path.read_text()) for path in summaries)))
     return 0
 
 

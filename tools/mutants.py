@@ -38,7 +38,9 @@ from padless.runtime.driver import Argument, LaunchShape
 from padless.runtime.jit import CompiledKernel
 
 SEEDS = 2
+OVERLAPPING = 0, 32  # seeds of exchanges: CTA by CTA in the order of the grid, and three at a time
 SUMMARY = Path(__file__).parents[1] / "docs" / "measured" / "mutants.json"
+EXCHANGE_SUMMARY = SUMMARY.with_name("mutants_exchange.json")
 Arrays = dict[str, np.ndarray[Any, Any]]
 Key = tuple[str, str, int, str]  # case, digest of its PTX, PTX line, change
 
@@ -80,8 +82,9 @@ class Capturing(EmulatedDriver):
 def captured(name: str, short: bool = False) -> Launch:
     """The launch of a case, its tensors as they are before it."""
     from mutant_cases import CASES, LONG, SHORT, of_sizes
+    from mutant_exchange import EXCHANGES
 
-    arch, call = CASES[name]
+    arch, call = {**CASES, **EXCHANGES}[name]
     device, sizes = Capturing(arch), SHORT if short else LONG
     with standing_in(device, arch), of_sizes(device, sizes):
         try:
@@ -92,7 +95,9 @@ def captured(name: str, short: bool = False) -> Launch:
 
 
 def digest_of(launch: Launch) -> str:
-    return hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12]
+    """Of the PTX; with the version of Triton where that has written it."""
+    digest, log = hashlib.sha256(normalised(launch.kernel).encode()).hexdigest()[:12], launch.kernel.log
+    return f"{digest} of {log}" if log.startswith("Triton") else digest
 
 
 def unsettled(summary: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -109,8 +114,11 @@ class Case:
     """A launch that is repeated, and the mutants of its kernel. digest: of the kernel's PTX. short: the second size."""
 
     def __init__(self, name: str, seeds: int = SEEDS, short: bool = False) -> None:
+        from mutant_exchange import EXCHANGES
+
         launch = captured(name, short)
-        self.name, self.seeds = name, range(seeds)
+        self.name, self.is_exchange = name, name in EXCHANGES
+        self.seeds = OVERLAPPING if self.is_exchange else range(seeds)
         self._other: Case | None = None
         self._launch = launch
         self._tensors = {i: t for i, t in enumerate(launch.tensors) if t.numel()}
@@ -131,6 +139,8 @@ class Case:
             raw.copy_(self._before[address])
         launch = self._launch
         device = emulator.with_memory(memory_of(launch.tensors))
+        for allocation in device.memory.allocations:
+            allocation.followed = self.is_exchange
         device.arithmetic = "fast"
         result = device.launch(
             launch.kernel.entry, launch.shape.grid, launch.shape.block, launch.values,
@@ -157,9 +167,16 @@ class Case:
                 raise RuntimeError(f"the two sizes of {self.name} are two kernels")
             killed_by = self._other.survey.judge(mutant).killed_by
         ins = mutant.instruction
-        source = re.sub(r"[^\s(]*/(?=device/|sm\d+_\w+/)", "", str(ins.source or ""))  # paths below kernels/
+        source = re.sub(
+            r"[^\s(]*/(?=device/|sm\d+_\w+/|distributed/triton/|triton/language/)", "", str(ins.source or "")
+        )  # paths below kernels/
+        if self.is_exchange:
+            text = self._launch.kernel.image.decode()
+            begins = text[: text.index("$RECEIVE:")].count("\n") + 1
+            source += ", sender" if ins.line < begins else ", receiver"
         return {"case": self.name, "digest": self.digest, "line": ins.line, "change": mutant.change,
-                 "killed_by": killed_by, "short": short, "source": source, "instruction": str(ins),
+                 "killed_by": killed_by, "short": short, "source": source,
+                 "instruction": re.sub(r"^@\S+ ", "", str(ins)),
                  "seconds": round(time.perf_counter() - started, 1)}  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -79,6 +81,26 @@ def test_on_two_gpus() -> None:
 
 # --- machine code for Hopper, in the emulator ------------------------------------------------------------
 
+WAIT, LAST, SIGNAL = "sys.acquire.add", "sys.acq_rel.add", "sys.release.exch"  # a wait that ends early signals too
+ATOMICS = {
+    "publish": {LAST, SIGNAL},
+    "publish_ids": {LAST, SIGNAL},
+    "localize": {WAIT, SIGNAL},
+    "fan_out": {WAIT, SIGNAL},
+    "receive_few": {WAIT, SIGNAL},
+    "fan_out_gradients": {WAIT, SIGNAL},
+    "fan_in": {WAIT, LAST, SIGNAL},
+    "finish": {WAIT, LAST, SIGNAL},
+}
+
+
+def check_signals(kernels: dict[str, ep_emulated.EmulatedExchange]) -> None:
+    """Scope, order and operation of every atomic. The emulator takes the system's scope for the device's."""
+    for name, kernel in kernels.items():
+        for compiled in kernel._compiled.values():
+            words = re.findall(r"\b(?:atom|red)\.(?:global\.)?(\w+\.\w+\.\w+)", compiled.asm["ptx"])
+            assert set(words) == ATOMICS[name], name
+
 
 def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels, as compiled, on two ranks: rows, sums, and no multiply-add where two roundings are defined."""
@@ -96,6 +118,7 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
             ep_symm_cases.check_no_error(ranks)
         launches |= {"publish": 4, "fan_in": 2, "finish": 2}
         assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
+        check_signals(kernels)
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
 
@@ -145,6 +168,7 @@ def test_machine_code_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange.assert_rows(got, want, f"rank {r}")
     ep_symm_cases.check_no_error(ranks)
     assert kernels["fan_out_gradients"].launches == 2
+    check_signals(kernels)
     assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels["fan_out_gradients"]._compiled.values())
 
 
@@ -161,21 +185,3 @@ def test_rows_move_in_words_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None
             ptx = compiled.asm["ptx"]
             assert ptx.count("ld.global.v4") >= loads, name
             assert ptx.count("st.global.v4") >= stores, name
-
-
-@pytest.mark.slow
-def test_a_signal_is_released_and_acquired_by_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = exchange.draw([1, 1], 2, 64, 2, 3)
-    ranks = ep_virtual.make(p, few_slots=0)
-    kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
-    ranks.dispatch(p)
-    ep_symm_cases.check_combine(p, ranks, 1, weighted=False)
-    for name, words in (
-        ("publish", ("atom.global.sys.acq_rel.add", "atom.global.sys.release.exch")),
-        ("localize", ("atom.global.sys.acquire.add",)),
-        ("fan_in", ("atom.global.sys.acquire.add", "atom.global.sys.acq_rel.add", "atom.global.sys.release.exch")),
-        ("finish", ("atom.global.sys.acquire.add", "atom.global.sys.release.exch")),
-    ):
-        for compiled in kernels[name]._compiled.values():
-            for word in words:
-                assert word in compiled.asm["ptx"], f"{name} has no {word}"

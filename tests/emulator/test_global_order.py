@@ -246,3 +246,30 @@ def test_every_planted_bug_is_reported(expected: set[str], edits: tuple[tuple[st
         if found & expected or (not expected and (found or not is_right)):
             return
     raise AssertionError(f"not found; reports seen: {sorted(found) or 'none'}")
+
+
+READ_THEN_WRITTEN = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry k(.param .u64 words)
+{
+	.reg .pred %p0;
+	.reg .b32 %r<2>;
+	.reg .b64 %rd0;
+	ld.param.b64 %rd0, [words];
+	mov.u32 %r0, %ctaid.x;
+	setp.eq.u32 %p0, %r0, 0;
+	@%p0 ld.global.b32 %r1, [%rd0];
+	@!%p0 st.global.b32 [%rd0], %r0;
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_read_in_front_of_all_stores_is_remembered_of_a_followed_array(followed: bool) -> None:
+    emulator = Emulator(READ_THEN_WRITTEN)
+    address = emulator.memory.register(np.zeros(4, np.uint32))
+    emulator.memory.allocations[0].followed = followed
+    result = emulator.launch("k", 2, 1, [address], seed=0)
+    assert [report.kind for report in result.errors] == ["race"] * followed

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import mutant_exchange
 import mutant_page
 import mutants
 import padless
 from mutant_cases import CASES
-from mutant_reasons import REASONS, reason_of
+from mutant_exchange import EXCHANGES
+from mutant_reasons import EXCHANGE_REASONS, REASONS, reason_of
 from padless.emulator import Emulator
 
 
@@ -22,21 +25,50 @@ def summary() -> dict[str, Any]:
     return found
 
 
-def test_the_page_is_that_of_its_record(summary: dict[str, Any]) -> None:
-    assert mutant_page.PAGE.read_text() == mutant_page.page(summary)
+@pytest.fixture
+def exchanges() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(mutants.EXCHANGE_SUMMARY.read_text())
+    return found
+
+
+def test_the_page_is_that_of_its_record(summary: dict[str, Any], exchanges: dict[str, Any]) -> None:
+    assert mutant_page.PAGE.read_text() == mutant_page.page(summary, exchanges)
     assert summary["kernels"].keys() == CASES.keys()
-    for name, own in summary["kernels"].items():
-        listed = sum(survivor["kernels"].get(name, 0) for survivor in summary["survivors"])
-        assert listed == own["survivors"]
-        assert own["mutants"] >= own["judged"] == own["survivors"] + sum(own["by"].values())
-        assert own["tried once"] <= own["survivors"]
+    assert exchanges["kernels"].keys() == EXCHANGES.keys() - {"publish_ids, localize"}  # which is reported itself
+    for of_all in (summary, exchanges):
+        for name, own in of_all["kernels"].items():
+            listed = sum(survivor["kernels"].get(name, 0) for survivor in of_all["survivors"])
+            assert listed == own["survivors"]
+            assert own["mutants"] >= own["judged"] == own["survivors"] + sum(own["by"].values())
+            assert own["tried once"] <= own["survivors"]
 
 
-def test_every_survivor_has_a_reason_and_every_reason_a_survivor(summary: dict[str, Any]) -> None:
+def test_every_survivor_has_a_reason_and_every_reason_a_survivor(
+    summary: dict[str, Any], exchanges: dict[str, Any]
+) -> None:
     assert {reason_of(survivor) for survivor in summary["survivors"]} == set(REASONS)
+    assert {reason_of(survivor, EXCHANGE_REASONS) for survivor in exchanges["survivors"]} == set(EXCHANGE_REASONS)
     unknown = {"instruction": "wgmma.commit_group", "change": "deleted", "source": "x.cuh:1", "kernels": {"x": 1}}
     with pytest.raises(ValueError, match="nothing explains"):
-        mutant_page.page({**summary, "survivors": [unknown]})
+        mutant_page.page({**summary, "survivors": [unknown]}, exchanges)
+
+
+def test_half_of_the_signals_of_a_sender_and_no_more_are_left(exchanges: dict[str, Any]) -> None:
+    """Those to the rank itself, and of `publish` with ids that of the ids to another; a place tells no signal from
+    another."""
+    left = [s for s in exchanges["survivors"] if s["source"].endswith("cells.py:97, sender")]
+    assert {s["change"] for s in left} == {".release relaxed", ".sys narrowed"}
+    for survivor in left:
+        assert survivor["kernels"] == {name: 3 if "few" in name else 1 for name in exchanges["kernels"]}
+
+
+@pytest.mark.slow
+def test_a_rank_stores_over_what_another_has_read() -> None:
+    """`finish` releases reads alone, in front of which its launch stores nothing to that array."""
+    case = mutants.Case("finish, fan_in")
+    found = [m for m in case.survey.mutants if "acq_rel" in m.instruction.modifiers and m.change == ".acq_rel relaxed"]
+    assert case.verdict(found[0])["killed_by"] == "race"
+    assert "sender" in case.verdict(found[0])["source"]
 
 
 def scheduler_lines() -> list[str]:
@@ -86,6 +118,59 @@ def test_unsettled_are_new_changed_and_unfinished_kernels(monkeypatch: pytest.Mo
         "begun": {"digest": "1", "judged": 2, "mutants": 3},
     }  # fmt: skip
     assert mutants.unsettled({"kernels": kernels}, [*kernels, "new"]) == ["changed", "begun", "new"]
+
+
+SENDER = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry send(
+	.param .u64 send_param_0
+)
+.reqntid 1
+{
+	.reg .b32 %r<2>;
+	.reg .b64 %rd<1>;
+	ld.param.b64 %rd0, [send_param_0];
+	mov.b32 %r0, 7;
+	st.global.b32 [%rd0], %r0;
+	atom.global.sys.release.exch.b32 %r1, [%rd0 + 4], %r0;
+	ret;
+}
+"""
+RECEIVER = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry receive(
+	.param .u64 receive_param_0
+)
+.reqntid 1
+{
+	.reg .b32 %r<2>;
+	.reg .b64 %rd<1>;
+	ld.param.b64 %rd0, [receive_param_0];
+$L__BB0_1:
+	atom.global.sys.acquire.add.u32 %r1, [%rd0 + 4], 0;
+	ld.global.b32 %r0, [%rd0];
+	st.global.b32 [%rd0 + 8], %r0;
+	ret;
+}
+"""
+
+
+def test_two_ranks_launches_are_ordered_by_their_signals_alone() -> None:
+    def found(sender: str, receiver: str) -> tuple[set[str], int]:
+        emulator = Emulator(mutant_exchange.together(sender, receiver))
+        words = np.zeros(4, np.uint32)
+        address = emulator.memory.register(words.view(np.uint8))
+        result = emulator.launch("pair", (1, 2), 1, [1, address, 1, address])
+        return {report.kind for report in result.reports}, int(words[2])
+
+    assert found(SENDER, RECEIVER) == (set(), 7)
+    for word in ("release", "acquire"):
+        weak = (text.replace(word, "relaxed") for text in (SENDER, RECEIVER))
+        assert found(*weak) == ({"race"}, 7)
+    narrow = (text.replace(".sys", ".cta") for text in (SENDER, RECEIVER))
+    assert found(*narrow)[0] == {"race"}
 
 
 @pytest.mark.slow

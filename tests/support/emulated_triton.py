@@ -46,17 +46,19 @@ class EmulatedKernel:
         names = self._function.arg_names
         constants = {**{name: a for name, a in zip(names, args, strict=False) if a is None}, **options}
         runtime = {name: a for name, a in zip(names, args, strict=False) if a is not None}
-        kernel = self._compile(runtime, constants, compiled_with)
+        self._run(self._compile(runtime, constants, compiled_with), grid, list(runtime.values()), programmatic)
+        self.launches += 1
+
+    def _run(self, kernel: Any, grid: tuple[int, ...], arguments: list[Any], programmatic: bool) -> None:
         emulator = Emulator(kernel.asm["ptx"], name=f"{kernel.name}.ptx")
-        values = [self._value(emulator, a) for a in runtime.values()]
+        values = [self._value(emulator, a) for a in arguments]
         missing = len(emulator.program(kernel.name).function.parameters) - len(values)
         result = emulator.launch(
-            kernel.name, grid, 32 * num_warps, values + [0] * missing,
+            kernel.name, grid, 32 * kernel.metadata.num_warps, values + [0] * missing,
             shared_bytes=kernel.metadata.shared, programmatic=programmatic,
         )  # fmt: skip
         serious = [report for report in result.reports if report.kind not in COMPILERS_OWN]
         assert not serious, serious
-        self.launches += 1
 
     def _compile(self, runtime: dict[str, Any], constants: dict[str, Any], options: dict[str, int]) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class EmulatedExchange(EmulatedKernel):
         return EmulatedKernel._value(emulator, argument)
 
 
-def emulate(monkeypatch: Any, buffers: list[torch.Tensor]) -> dict[str, EmulatedExchange]:
+def emulate(
+    monkeypatch: Any, buffers: list[torch.Tensor], make: Callable[[Any], EmulatedExchange] = EmulatedExchange
+) -> dict[str, EmulatedExchange]:
     """Every exchange kernel replaced by its emulated machine code; by name."""
     from padless.distributed.triton import publish, receive, receive_few, receive_gradients, send_back
     from padless.quantization.triton import casts
@@ -48,7 +51,7 @@ def emulate(monkeypatch: Any, buffers: list[torch.Tensor]) -> dict[str, Emulated
     modules = {m.__name__.rpartition(".")[2]: m for m in (publish, receive, receive_few, receive_gradients, send_back)}
     kernels = {}
     for module, name in KERNELS:
-        kernels[name] = EmulatedExchange(getattr(modules[module], name))
+        kernels[name] = make(getattr(modules[module], name))
         kernels[name].buffers = buffers
         monkeypatch.setattr(modules[module], name, kernels[name])
     return kernels

@@ -71,7 +71,7 @@ def check_order(w: Warp, found: Allocation, lanes: Array, where: Array, a: Any, 
         check_weak(w, lanes, where, a)
     shadow = launch.shadows.get(found.address)
     if shadow is None:
-        if a.strong or not a.writes or found.size > MOST_BYTES:
+        if a.strong or not (a.writes or found.followed) or found.size > MOST_BYTES:
             return
         granule = launch.program.global_granule
         shadow = launch.shadows[found.address] = GlobalShadow(found.address, found.size, granule.bit_length() - 1)

@@ -13,7 +13,8 @@ from padless.emulator.units.number_formats import Array
 
 
 class Allocation:
-    """One registered array: `size` bytes at `address`. `constant`: no kernel may write it."""
+    """One registered array: `size` bytes at `address`. `constant`: no kernel may write it. `followed`: its reads are
+    remembered from the launch's start on, and not from its first ordinary store on."""
 
     def __init__(self, address: int, data: Array, name: str, constant: bool = False) -> None:
         self.address = address
@@ -22,6 +23,7 @@ class Allocation:
         self.end = address + data.size
         self.name = name
         self.constant = constant
+        self.followed = False
         self.views: dict[Any, Array] = {}
 
     def view(self, kind: Any) -> Array:
