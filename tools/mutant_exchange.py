@@ -66,7 +66,7 @@ class Pair:
             self._holds = False
 
     def kernel(self, function: Any) -> ep_emulated.EmulatedExchange:
-        """What stands in for a kernel of Triton."""
+        """Stand-in for a kernel of Triton."""
         pair = self
 
         class Holding(ep_emulated.EmulatedExchange):
