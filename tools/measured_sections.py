@@ -34,7 +34,7 @@ def paper_section(found: Measured) -> list[str]:
         f"Valid rows are bit for bit those of padding + the same GEMM on {of_all(sum(same), len(same))} points."
         if same
         else "",
-        "Saved is padding's share of the padded rows. DeepGEMM (padded) runs on data that somebody has padded for it "
+        "Saved is padding's share of the padded rows. DeepGEMM (padded) runs on data that was padded for it "
         "before; the paper's GEMM is its kernel alone, its call everything from Python to the result.",
         table.caption(points, found.sessions),
         failure_sentence(points),

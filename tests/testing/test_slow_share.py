@@ -156,7 +156,7 @@ def test_cases_in_turns(repository: Path, file: str, text: str) -> None:
         outcomes, passed, output = run(repository, "--slow-share", "30", "tests")
         assert outcomes["passed"] in (1, 2)
         assert outcomes["passed"] + outcomes["skipped"] == 7
-        assert OF_ANOTHER_TURN in output
+        assert output.count(OF_ANOTHER_TURN) == 1
         seen |= set(passed)
         if len(seen) == 7:
             break
@@ -170,4 +170,4 @@ def test_what_is_listed_exists(listed: frozenset[str]) -> None:
     """A test that was renamed would be run every time again, unseen."""
     for nodeid in listed:
         path, _, name = nodeid.partition("[")[0].partition("::")
-        assert f"def {name}" in (ROOT / path).read_text(), nodeid
+        assert (f"def {name}(" if name else "def test_") in (ROOT / path).read_text(), nodeid

@@ -76,7 +76,7 @@ constexpr int QUADS_IN_FLIGHT = 4;  // that it waits for together
 constexpr int LANES_OF_BLOCK = 32 / QUAD_BLOCKS, WORDS_OF_LANE_AND_QUAD = BLOCK_K / LANES_OF_BLOCK;
 
 // Warp: waits until a word of every block that this warp reads has been written. The others of a block are likely there too: so
-// waiting takes little of memory's time, and one round trip is enough for any number of blocks.
+// waiting takes little of memory's time, and a round trip of it is for 32 blocks.
 __device__ __forceinline__ void wait_for_hidden(const uint32_t* hidden, int blocks, int warp, int lane) {
     constexpr int QUADS = 32 / QUAD_BLOCKS;
     for (int quad = warp; quad * QUAD_BLOCKS < blocks; quad += QUADS * NUM_CONSUMER_WARPS) {

@@ -112,7 +112,7 @@ __device__ __forceinline__ const float* stripe_scales(const SharedStorage& share
 }
 
 // Router warp: the weights' scales of all of this CTA's stripes on their way to L2. Consumers ask for a tile's scales one tile
-// ahead, which is enough from there, and not from memory: a tile's products take a third of its latency.
+// ahead only, and memory may take longer than that tile.
 __device__ __forceinline__ void prefetch_stripe_scales(SharedStorage& shared, const Problem& p, int lane) {
     constexpr int SECTOR = 8;  // floats
     for (int n = 0;; ++n) {
