@@ -8,6 +8,7 @@ import torch
 from padless.bench.cases import ep
 from padless.bench.cases.ep import deepep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange, points
+from padless.distributed import planning
 from padless.testing.judge import row_errors, worst
 from padless.testing.ranks import Rank, RankPool, raise_first, run_ranks
 from support import deepep_first
@@ -30,6 +31,8 @@ def contenders(rank: Rank) -> tuple[float, int, list[int]]:
     y = p.products(rows, plan.offs)
     assert torch.equal(ep.slots_calls(p, y, mine)["combine of slots"](), nccl.layer())  # it sends slots' rows, too
     assert p.link_slots() == int((p.ids // 3 != rank.rank).sum())
+    steps = ep.step_calls(p)  # which compares them
+    assert torch.equal(steps["step"]()[4], steps["nccl step"]()[4])
     return worst(row_errors(mine, nccl.layer().double())), p.link_rows(), plan.offs.tolist()
 
 
@@ -44,8 +47,25 @@ def test_contenders_agree() -> None:
 
 def test_grid() -> None:
     assert {p.ranks for p in points(4, full=True)} == {4}
-    assert len(points(2, full=True)) == 10
+    assert len(points(2, full=True)) == 15
     assert all(p.experts % p.ranks == 0 for p in points(8, full=True))
+
+
+def test_prediction_is_by_the_rates_of_the_machine() -> None:
+    point = points(4, full=True)[3]
+    usual = ep.predicted(point, planning.Machine())
+    assert list(usual) == ["dispatch", "combine", "layer", "step"]
+    slower = ep.predicted(point, planning.Machine(memory=2100.0, products=730.0))
+    assert all(slower[name] > usual[name] for name in usual)
+    assert slower["layer"] > 1.7 * usual["layer"]
+
+
+def test_the_slowest_rank_against_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [{"layer": [100.0, 102.0, 101.0]}, {"layer": [103.0, 107.0, 104.0]}]
+    monkeypatch.setattr(ep, "gathered", lambda rank, value: every)
+    found = ep.slowest(Rank(0, 2, torch.device("cpu"), "collective"), every[0])["layer"]
+    assert found["us"] == 104.0  # the median of 103, 107 and 104
+    assert found["over_mean_percent"] == round(100 * (104 / 102.5 - 1), 1)
 
 
 def test_tables() -> None:
@@ -63,6 +83,14 @@ def test_tables() -> None:
     with_slots = record | {"gpu": times | {"combine of slots": {"us": 250.0}}}
     with_slots["link_bytes"] = record["link_bytes"] | {"combine of slots": 75_000_000}
     assert ep.tables([with_slots], {}, 120)[-1].rows[0][-5:] == ["250.0", "2.50", "320", "600", "300"]
+    said = record | {"predicted": {"dispatch": 110.0, "combine": 95.0, "layer": 100.0, "step": 300.0}}
+    said["gpu"] = {name: time | {"over_mean_percent": 2.5} for name, time in times.items()}
+    columns = [table.rows[0][3:7] for table in ep.tables([said], {}, 120)[:3]]
+    assert columns == [
+        ["100.0", said_, off, "+2.5"] for said_, off in (("110.0", "+10"), ("95.0", "-5"), ("100.0", "+0"))
+    ]
+    said["gpu"]["step"] = {"us": 400.0}
+    assert ep.tables([said], {}, 120)[3].rows[0][3:] == ["400.0", "300.0", "-25", "-"]
     record["gpu"] |= {
         f"{who} {name}": {"us": 321.0} for name in ("dispatch", "combine", "layer") for who in ("titan", "deepep")
     }

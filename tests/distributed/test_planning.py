@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from padless.distributed.planning import Exchange, Machine, predict, table
+from padless.distributed.planning import Exchange, Machine, predict, predict_layer, table
 
-# bfloat16 tokens to FP8 rows, and rows to sums, of two H200s (padless bench ep, 2026-11-22).
-MEASURED = {4096: (138.6, 237.9)}
+MEASURED = Path(__file__).parents[2] / "docs/measured"
 
 
 @pytest.mark.parametrize(("ranks", "experts", "top_k"), [(2, 64, 8), (8, 256, 8), (8, 256, 6), (64, 256, 8)])
@@ -44,11 +46,46 @@ def test_rows_of_slots_in_the_documentation() -> None:
         assert p.copies * (r - 1) / r == pytest.approx(by_rank, rel=0.01)
 
 
+def records(name: str) -> list[dict[str, Any]]:
+    """Points of a file of records."""
+    lines = map(json.loads, (MEASURED / name).read_text().splitlines())
+    return [line for line in lines if line["kind"] != "session"]
+
+
+def exchange_of(point: dict[str, Any], ranks: int) -> Exchange:
+    return Exchange(ranks, *(point[name] for name in ("tokens", "hidden", "experts", "top_k")))
+
+
 def test_two_gpus_as_measured() -> None:
-    for tokens, (dispatch, combine) in MEASURED.items():
-        p = predict(Exchange(2, tokens, 7168, 64, 8))
-        assert p.dispatch == pytest.approx(dispatch, rel=0.1)
-        assert p.combine == pytest.approx(combine, rel=0.1)
+    found = records("2026-11-22-h200-ep.jsonl")
+    assert [record["point"]["tokens"] for record in found] == [16, 128, 4096]
+    for record in found:
+        e, times = exchange_of(record["point"], 2), record["gpu"]
+        assert predict(e).dispatch == pytest.approx(times["dispatch"]["us"], rel=0.1)
+        assert predict(e).combine == pytest.approx(times["combine"]["us"], rel=0.1)
+        layer = predict_layer(e, record["point"]["intermediate"]).layer
+        assert layer == pytest.approx(times["layer"]["us"], rel=0.1)
+
+
+def test_products_and_steps_of_one_gpu_as_measured() -> None:
+    """Where a rank has many rows. Of few, popularity decides how many experts are read, which the records skew."""
+    layers = [r for r in records("2026-11-28-h200-layer.jsonl") if r["point"]["tokens"] >= 8192]
+    layers = [r for r in layers if r["point"]["model"].startswith(("Qwen3", "DeepSeek"))]
+    steps = records("2026-11-28-h200-train.jsonl")
+    assert (len(layers), len(steps)) == (5, 2)
+    for record in layers:
+        found = predict_layer(exchange_of(record["point"], 1), record["point"]["intermediate"])
+        assert found.products == pytest.approx(record["gpu"]["products"]["us"], rel=0.1)
+    for record in steps:
+        e = exchange_of(record["point"], 1)
+        bf16 = predict(replace(e, quantized=False))
+        alone = predict_layer(e, record["point"]["intermediate"]).step - 2 * (bf16.dispatch + bf16.combine)
+        assert alone == pytest.approx(record["gpu"]["padless fp8"]["us"], rel=0.1)
+
+
+def test_layers_of_few_tokens_read_fewer_experts() -> None:
+    few, more = (predict_layer(Exchange(4, t, 7168, 256, 8), 2048).products for t in (1, 16))
+    assert few < 0.6 * more  # 4 tokens meet 30 of 256 experts, 64 meet 222
 
 
 def test_what_slows_an_exchange() -> None:

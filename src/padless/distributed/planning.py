@@ -4,16 +4,26 @@ Tokens are drawn and sent to ranks as the exchange sends them, once for each ran
 there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two
 H200s: the link with both directions busy, copies in memory, and how much of the local work the link does not hide. What
 is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
+
+`predict_layer` has the experts' products and a training step too, by rates measured on one H200.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 SAMPLES = 20_000
+FEW_SLOTS = 1024  # of all ranks, up to which ids are sorted in the launch that receives the rows
+WEIGHTS_RATE = 1.03  # of a copy's, at which the products of few rows read weights
+OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
+PRODUCTS_US = 15.0  # of both launches
+TOGETHER = 1.5  # exponent by which the times of multiplications and of weights' bytes add up
+STEP_PRODUCTS = 3.0  # products of a training step in those of a forward pass: forward, rows' gradients, weights'
+STEP_WEIGHT_BYTES = 4.2  # a weight's bytes in a step: read twice in bfloat16 to codes of both layouts, its gradient
+STEP_ROW_BYTES = 10.0  # a value's bytes of a row (H + 3 I) in a step's passes
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,8 @@ class Machine:
     link: NVLink inside of a host.
     network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU.
     memory: bytes read and written.
-    fixed_dispatch, fixed_combine: launches and signals.
+    products: of FP8, TFLOP/s of a large dense product.
+    fixed_dispatch, fixed_combine: launches and signals. fixed_sort: what the sort of more than `few_slots` slots adds.
     unhidden_store, unhidden_sum: share of storing rows by expert, and of reading them again for the sum, that takes time
         on top of the transfer.
     """
@@ -31,17 +42,20 @@ class Machine:
     link: float = 350.0
     network: float = 45.0
     memory: float = 4200.0
+    products: float = 1460.0
     ranks_per_host: int = 8
-    fixed_dispatch: float = 12.0
-    fixed_combine: float = 10.0
-    unhidden_store: float = 0.45
-    unhidden_sum: float = 0.25
+    fixed_dispatch: float = 19.0
+    fixed_sort: float = 4.0
+    fixed_combine: float = 18.5
+    unhidden_store: float = 0.13
+    unhidden_sum: float = 0.05
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """tokens: of a rank. row_bytes: of a dispatched row; FP8_BLOCK's is hidden + hidden / 32. skew: exponent s of the
-    experts' popularity 1 / place^s, experts being spread over ranks at random; 0 is uniform.
+    """tokens: of a rank. skew: exponent s of the experts' popularity 1 / place^s, experts being spread over ranks at
+    random; 0 is uniform. quantized: whether rows are sent in FP8_BLOCK, or in bfloat16. row_bytes: of a dispatched row;
+    FP8_BLOCK's is hidden + hidden / 32.
     """
 
     ranks: int
@@ -50,10 +64,11 @@ class Exchange:
     experts: int
     top_k: int
     skew: float = 0.0
+    quantized: bool = True
 
     @property
     def row_bytes(self) -> int:
-        return self.hidden + 4 * -(-self.hidden // 128)
+        return self.hidden + 4 * -(-self.hidden // 128) if self.quantized else 2 * self.hidden
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,7 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
 
     forwarded = (e.ranks - len(to_host)) * most  # all but what comes from the same place on each host
     entering = (len(to_host) - 1) * float(to_host.max()) * e.tokens
+    sort = m.fixed_sort if e.ranks * e.tokens * e.top_k > FEW_SLOTS else 0.0
     quantize = e.tokens * (2 * e.hidden + e.row_bytes) / m.memory * 1e-3
     store = rows * e.row_bytes / m.memory * 1e-3
     copies = float(share.sum())
@@ -113,9 +129,41 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
         float(to_host.sum()),
         (near + far) * most,
         rows,
-        m.fixed_dispatch + quantize + transfer(e.row_bytes, forwarded, entering) + m.unhidden_store * store,
+        m.fixed_dispatch + sort + quantize + transfer(e.row_bytes, forwarded, entering) + m.unhidden_store * store,
         m.fixed_combine + transfer(2 * e.hidden, near * most, far * most) + m.unhidden_sum * read + last_sum,
     )
+
+
+@dataclass(frozen=True)
+class LayerPrediction:
+    """Of a layer of experts and, with rows in bfloat16, of a training step: us, of the slowest rank. products: both
+    projections with quantized weights.
+    """
+
+    products: float
+    layer: float
+    step: float
+
+
+def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None) -> LayerPrediction:
+    """A layer of gated experts of `intermediate` columns in FP8_BLOCK between a dispatch and a combine.
+
+    Rates are of docs/measured: products 2026-11-28-h200-layer.jsonl, step 2026-11-28-h200-train.jsonl, each on one GPU.
+    """
+    m = machine or Machine()
+    served, trained = predict(e, m), predict(replace(e, quantized=False), m)
+    local, rows, weights = e.experts // e.ranks, served.rows, 3 * e.hidden * intermediate
+    missed = (1 - e.top_k / e.experts) ** (e.ranks * e.tokens)  # an expert, by all ranks' tokens
+    multiplied = rows * (2 * weights / m.products * 1e-6 + (2 * intermediate + e.hidden) * OUTPUT_US)
+
+    def with_bytes(experts: float) -> float:
+        read = experts * weights / (WEIGHTS_RATE * m.memory) * 1e-3
+        return PRODUCTS_US + (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)
+
+    products = with_bytes(local * (1 - missed))
+    passes = local * weights * STEP_WEIGHT_BYTES + rows * (e.hidden + 3 * intermediate) * STEP_ROW_BYTES
+    step = STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)
+    return LayerPrediction(products, served.dispatch + products + served.combine, step)
 
 
 def table(ranks: list[int], tokens: int, hidden: int, experts: int, top_k: int, skew: float, machine: Machine) -> str:

@@ -7,6 +7,8 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
     .. eager                          the same, called from Python
     combine of slots                  combine with sums="slots": rows of slots travel unsummed
     gradients, gradients in FP8       dout (T, H) to the rows of all ranks by a plan, bfloat16 before and behind
+    step, nccl step                   forward and backward pass of `padless.nn.Experts` in the recipe "fp8" from 1024
+                                      tokens on, called from Python; over symmetric memory and over NCCL's all_to_all
     nccl dispatch, combine, layer     all_to_all of bfloat16 rows, with sorting, permuting, quantizing and summing
     titan dispatch, combine, layer    torchtitan's MinimalAsyncEP, with counting and quantizing, replayed from CUDA
                                       graphs; where its files are in the folder of peers, `async_ep.FOLDER`
@@ -14,8 +16,9 @@ Contenders of a point; times are those of the slowest rank, in microseconds, fro
                                       fastest of `deepep.SMS` and `deepep.CHUNKS`, replayed; where `deepep.FOLDER`
                                       is
 
-and padless' steps alone: publish; sort (ids of all ranks to an order of rows) and fan_out, or both as receive;
-send_back; finish.
+and the parts of padless' exchange alone: publish; sort (ids of all ranks to an order of rows) and fan_out, or both as
+receive; send_back; finish. Next to them stands what `padless.distributed.planning` says of a machine with the rates of
+a copy and of a dense product that were measured first.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,18 +41,21 @@ from padless.bench.peers.find import resolve_folder
 from padless.bench.report import table
 from padless.bench.results import Record
 from padless.bench.session import Session
-from padless.distributed import ExpertParallel
+from padless.distributed import ExpertParallel, planning
 from padless.distributed.functions import gradients_of_rows
 from padless.distributed.symm import SymmBackend
 from padless.formats import FP8_BLOCK
+from padless.nn import Experts
 from padless.testing import machine
 from padless.testing.judge import row_errors, worst
 from padless.testing.ranks import Rank, RankError, RankPool
 from padless.testing.timing import WARM_UP_CALLS, Call
 
-SECONDS = 60.0  # of a point
+SECONDS = 90.0  # of a point, its kernels' compilation included
 FLUSH_BYTES = 256 << 20
 SLEEP_CYCLES = 6_000_000  # three milliseconds, in which the host issues a call
+STEP_TOKENS = 1024  # from which on a training step is timed
+STEP_SLEEP_CYCLES = 12_000_000
 STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
 TOLERANCE = 0.1  # of a token, between a layer whose rows were quantized before they were sent and one after
 SUM_TOLERANCE = 0.01  # of a token, between two sums of the same rows in bfloat16
@@ -61,7 +68,7 @@ def require_gpus() -> None:
 
 
 def grid(name: str, seed: int) -> list[EpPoint]:
-    """Ten points ("full") or three, for all GPUs there are."""
+    """Fifteen points ("full") or three, for all GPUs there are."""
     return points_of(torch.cuda.device_count(), full=name == "full")
 
 
@@ -69,6 +76,10 @@ def start(session: Session) -> Callable[[EpPoint], Record]:
     """A point, on processes that stay, one for each GPU. One that fails has the error for a record."""
     pool = RankPool(torch.cuda.device_count(), cuda=True, backend="symm")
     folder = resolve_folder(session.settings.peers_dir)
+    rates = session.ceilings
+    gpu = planning.Machine(memory=rates.copy_bytes_per_s * 1e-9)
+    if rates.dense_flops_per_s is not None:
+        gpu = replace(gpu, products=rates.dense_flops_per_s * 1e-12)
 
     def measure(point: EpPoint) -> Record:
         arguments = (point, session.settings.seed, session.settings.repeats, None, folder)
@@ -77,9 +88,17 @@ def start(session: Session) -> Callable[[EpPoint], Record]:
         if failed is not None:
             return {"gpu": {}, "errors": {"padless": failed[-400:]}}
         record: Record = found[0]
-        return record | {"clocks": machine.clocks()}
+        return record | {"clocks": machine.clocks(), "predicted": predicted(point, gpu)}
 
     return measure
+
+
+def predicted(point: EpPoint, gpu: planning.Machine) -> Record:
+    """Microseconds of contenders, from a point's sizes and rates of one GPU."""
+    e = planning.Exchange(point.ranks, point.tokens, point.hidden, point.experts, point.top_k)
+    exchange, layer = planning.predict(e, gpu), planning.predict_layer(e, point.intermediate, gpu)
+    found = {"dispatch": exchange.dispatch, "combine": exchange.combine, "layer": layer.layer, "step": layer.step}
+    return {name: round(us, 1) for name, us in found.items()}
 
 
 def measure_point(
@@ -120,6 +139,8 @@ def measure_point(
         peers |= deepep_calls(peer, rows, plan, y)
     calls |= {name: replayed(call) for name, call in peers.items()}
     times = timed(rank, calls, repeats)
+    if point.tokens >= STEP_TOKENS:
+        times |= timed(rank, step_calls(p), repeats, STEP_SLEEP_CYCLES)
     times |= timed_steps(rank, p, y, repeats)
     p.ep.check()
     torch.cuda.empty_cache()
@@ -140,12 +161,9 @@ def measure_point(
 
 def gradient_calls(p: EpProblem) -> dict[str, Call]:
     """Gradients as they travel back through a combine, as they are and in FP8_BLOCK."""
-    q, calls = p.point, dict[str, Call]()
+    calls = dict[str, Call]()
     for name, fmt in (("gradients", None), ("gradients in FP8", FP8_BLOCK)):
-        ep = ExpertParallel(
-            None, q.experts, q.hidden, q.top_k, q.tokens, torch.bfloat16, p.rank.backend, device=p.x.device,
-            gradient_fmt=fmt,
-        )  # fmt: skip
+        ep = p.exchange(fmt=torch.bfloat16, gradient_fmt=fmt)
         plan = ep.dispatch(p.x, p.ids, p.weights)[1]
         calls[name] = partial(gradients_of_rows, ep, p.x, plan)
     return calls
@@ -153,14 +171,37 @@ def gradient_calls(p: EpProblem) -> dict[str, Call]:
 
 def slots_calls(p: EpProblem, y: torch.Tensor, sums: torch.Tensor) -> dict[str, Call]:
     """The same combine with sums of slots, which gives nearly these sums."""
-    q = p.point
-    ep = ExpertParallel(
-        None, q.experts, q.hidden, q.top_k, q.tokens, backend=p.rank.backend, device=p.x.device, sums="slots"
-    )
+    ep = p.exchange(sums="slots")
     plan = ep.dispatch(p.x, p.ids, p.weights)[1]
     error = worst(row_errors(ep.combine(y, plan, weighted=True).cpu(), sums.cpu().double()))
     assert error < SUM_TOLERANCE, f"a sum of slots is off by {error} from that of ranks"
     return {"combine of slots": lambda: ep.combine(y, plan, weighted=True)}
+
+
+def step_calls(p: EpProblem) -> dict[str, Call]:
+    """Training steps of the same experts over symmetric memory and over NCCL, which give nearly the same."""
+    q, dout = p.point, torch.randn(p.x.shape, device=p.x.device).to(torch.bfloat16)
+
+    def step_over(ep: ExpertParallel) -> Callable[[], list[torch.Tensor]]:
+        torch.manual_seed(p.rank.rank)
+        experts = Experts(q.hidden, q.intermediate, q.experts, ep=ep, dtype=torch.bfloat16, device=p.x.device)
+
+        def step() -> list[torch.Tensor]:
+            experts.zero_grad()
+            x, weights = p.x.detach().requires_grad_(), p.weights.detach().requires_grad_()
+            out = experts(x, p.ids, weights)
+            out.backward(dout)
+            found = (out.detach(), x.grad, weights.grad, experts.w13.grad, experts.w2.grad)
+            return [t for t in found if t is not None]
+
+        return step
+
+    ours = step_over(p.exchange(fmt=torch.bfloat16))
+    nccl = step_over(p.exchange(fmt=torch.bfloat16, backend="collective", capacity="exact"))
+    for what, mine, other in zip(("out", "x", "weights", "w13", "w2"), ours(), nccl(), strict=True):
+        error = float((mine - other).float().norm() / other.float().norm())
+        assert error < SUM_TOLERANCE, f"{what} of a step is off by {error} from that over NCCL"
+    return {"step": ours, "nccl step": nccl}
 
 
 def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, Call]:
@@ -228,7 +269,7 @@ def gathered(rank: Rank, value: Any) -> list[Any]:
     return every
 
 
-def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
+def timed(rank: Rank, calls: dict[str, Call], repeats: int, sleep: int = SLEEP_CYCLES) -> Record:
     """Times of calls in turns, each begun on all devices together; of the slowest rank."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=rank.device)
@@ -237,7 +278,7 @@ def timed(rank: Rank, calls: dict[str, Call], repeats: int) -> Record:
         for name, call in calls.items():
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(sleep)
             dist.all_reduce(tiny)
             begin.record()
             call()
@@ -297,14 +338,21 @@ def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Reco
 
 
 def slowest(rank: Rank, samples: dict[str, list[float]]) -> Record:
-    """For each name the median and quartiles' distance of the largest times over ranks."""
+    """For each name the median and quartiles' distance of the largest times over ranks, and by how much the slowest rank
+    is over the mean of all, each by its median.
+    """
     every = gathered(rank, samples)
     found = {}
     for name in samples:
         largest = [max(times) for times in zip(*(s[name] for s in every), strict=True)]
         median = statistics.median(largest)
         first, _, third = statistics.quantiles(largest, n=4, method="inclusive") if len(largest) > 1 else (0, 0, 0)
-        found[name] = {"us": round(median, 2), "spread_percent": round(100 * (third - first) / median, 1)}
+        medians = [statistics.median(s[name]) for s in every]
+        found[name] = {
+            "us": round(median, 2),
+            "spread_percent": round(100 * (third - first) / median, 1),
+            "over_mean_percent": round(100 * (max(medians) / statistics.fmean(medians) - 1), 1),
+        }
     return found
 
 
@@ -326,8 +374,10 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     ]
     rows = table.by_point(records)
     against = []
-    for name in ("dispatch", "combine", "layer"):
+    for name in table.measured(records, ["dispatch", "combine", "layer", "step"]):
         columns = [table.time(name)]
+        if any("predicted" in record for record in records):
+            columns += [_predicted_column(name), _error_column(name), _over_mean_column(name)]
         for peer in table.measured(records, [f"{who} {name}" for who in ("nccl", "titan", "deepep")]):
             columns += [table.time(peer), table.ratio(f"{peer} / padless", peer, name, 1, unit="x")]
         against.append(
@@ -342,6 +392,27 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         *against,
         table.table_of("Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1),
     ]
+
+
+def _predicted_column(name: str) -> table.Column:
+    return table.Column("predicted", text=lambda part: table.number(part[0].get("predicted", {}).get(name), 1))
+
+
+def _error_column(name: str) -> table.Column:
+    """Of the prediction, in percent of what was measured."""
+
+    def text(part: table.Records) -> str:
+        us, said = part[0]["gpu"].get(name, {}).get("us"), part[0].get("predicted", {}).get(name)
+        return table.number(100 * (said / us - 1) if us and said else None, 0, "+")
+
+    return table.Column("error %", text=text)
+
+
+def _over_mean_column(name: str) -> table.Column:
+    """By how much the slowest rank is over the mean of all."""
+    return table.Column(
+        "slowest rank %", text=lambda part: table.number(part[0]["gpu"].get(name, {}).get("over_mean_percent"), 1, "+")
+    )
 
 
 def _rate_column(step: str) -> table.Column:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +30,21 @@ class EpPoint:
     top_k: int
 
 
+# Name, H, I, experts of all ranks, k.
+MODELS = (("DeepSeek-V3", 7168, 2048, 256, 8), ("Qwen3-30B", 2048, 768, 128, 8), ("Qwen3-235B", 4096, 1536, 128, 8))
+
+
 def points(ranks: int, *, full: bool) -> list[EpPoint]:
-    """DeepSeek-V3's rows with 32 experts a rank; with `full` more sizes, and smaller rows too."""
-    sizes = (16, 128, 1024, 4096, 8192) if full else (16, 128, 4096)
-    found = [EpPoint("H 7168", ranks, t, 7168, 2048, 32 * ranks, 8) for t in sizes]
-    if full:
-        found += [EpPoint("H 4096", ranks, t, 4096, 2048, 32 * ranks, 6) for t in sizes]
-    return found
+    """Experts of DeepSeek-V3 over all ranks; with `full` more sizes, and other models."""
+    sizes, models = ((16, 128, 1024, 4096, 8192), MODELS) if full else ((16, 128, 4096), MODELS[:1])
+    return [EpPoint(name, ranks, t, h, i, e, k) for name, h, i, e, k in models for t in sizes]
 
 
 class EpProblem:
-    """Tokens, ids, weights and experts of this rank, of random numbers; ids are distinct and uniform."""
+    """Tokens, ids, weights and experts of this rank, of random numbers; ids are distinct and uniform.
+
+    capacity: rows that a rank has room for, a quarter more than its share; a dispatch says where that is too few.
+    """
 
     def __init__(self, rank: Rank, point: EpPoint, seed: int, programs: int | None = None) -> None:
         p, device = point, rank.device
@@ -56,10 +61,14 @@ class EpProblem:
         w13 = normal(local, 2 * p.intermediate, p.hidden, scale=p.hidden**-0.5)
         w2 = normal(local, p.hidden, p.intermediate, scale=p.intermediate**-0.5)
         self.w13, self.w2 = (quantize(w, FP8_BLOCK, kind="weight") for w in (w13, w2))
-        self.ep = ExpertParallel(
-            None, p.experts, p.hidden, p.top_k, p.tokens, backend=rank.backend, device=device, timeout=20.0,
-            programs=programs,
-        )  # fmt: skip
+        self.capacity = min(p.tokens * p.top_k * 5 // 4 + 1024, rank.size * p.tokens * min(p.top_k, local))
+        self.ep = self.exchange(programs=programs)
+
+    def exchange(self, **options: Any) -> ExpertParallel:
+        """An exchange of this problem's sizes over the ranks."""
+        p = self.point
+        given = {"backend": self.rank.backend, "capacity": self.capacity, "timeout": 20.0} | options
+        return ExpertParallel(None, p.experts, p.hidden, p.top_k, p.tokens, device=self.x.device, **given)
 
     def products(self, rows: BlockScaledTensor | torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """Both projections of this rank's experts."""
