@@ -24,7 +24,7 @@ from padless.distributed import ExpertParallel, expert_parallel_moe
 from padless.testing import exchange as reference
 from padless.testing.exchange import Problem, draw
 from padless.testing.ranks import Rank, raise_first, run_ranks
-from padless.verify.ranks import together
+from padless.verify.ranks import layers, together
 from padless.verify.ranks.exchange import (
     Ranks,
     check_exchange,
@@ -42,6 +42,10 @@ CASES: dict[str, Case] = {
     "sizes": check_sizes,
     "gradient_rows": check_gradients,
     "invariance": check_invariance,
+    "experts": layers.check_training,
+    "meshes": layers.check_meshes,
+    "sums_of_slots": layers.check_slots,
+    "gradients_of_slots": layers.check_slot_gradients,
 }
 
 

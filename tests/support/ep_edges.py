@@ -19,7 +19,8 @@ from padless.moe import moe
 from padless.nn import Experts, MoE
 from padless.testing.exchange import Problem, draw
 from padless.verify.ranks.exchange import Ranks
-from support.ep_layers import experts_of, poison_rows
+from padless.verify.ranks.layers import poison_rows
+from support.ep_layers import experts_of
 from support.ep_moe import added, assert_bits, parts_of, quantized
 
 HIDDEN, INTERMEDIATE = 64, 32

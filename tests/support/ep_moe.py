@@ -11,54 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-import padless
 from padless.distributed import ExpertParallel
-from padless.formats import BlockScaledTensor
+from padless.formats import FP8_BLOCK, NVFP4
 from padless.moe import Router, moe, topk
 from padless.nn import Experts
-from padless.testing import exchange as reference
-from padless.testing.exchange import Problem, draw
+from padless.testing.exchange import Problem
 from padless.verify.ranks.exchange import Ranks
-from support.ep_layers import poison_rows
-
-HIDDEN, INTERMEDIATE, TOP_K = 128, 64, 3
-FP8, MXFP8, MXFP4, NVFP4 = padless.FP8_BLOCK, padless.MXFP8, padless.MXFP4, padless.NVFP4
-GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-
-# (format of weights, of ep's rows, dtype of x, options of the layer).
-FORWARD: tuple[tuple[Any, Any, torch.dtype, dict[str, Any]], ...] = (
-    (FP8, FP8, torch.bfloat16, {}),
-    (FP8, FP8, torch.float32, {"out_dtype": torch.bfloat16}),
-    (FP8, torch.bfloat16, torch.bfloat16, {"gate_up": "interleaved"}),
-    (FP8, torch.float32, torch.float32, {}),
-    (MXFP8, MXFP8, torch.bfloat16, {"bias": True}),
-    (MXFP8, torch.bfloat16, torch.bfloat16, {}),
-    (MXFP4, FP8, torch.bfloat16, {"bias": True, **GPT_OSS}),
-    (MXFP4, torch.bfloat16, torch.bfloat16, {"activations": torch.bfloat16}),
-    (NVFP4, NVFP4, torch.bfloat16, {}),
-    (NVFP4, NVFP4, torch.bfloat16, {"scale1": 0.01, "scale2": "each"}),
-    (NVFP4, torch.bfloat16, torch.bfloat16, {"scale1": "each", "scale2": 0.02}),
-)
-
-
-def drawn(ranks: Ranks, seed: int, dtype: torch.dtype) -> tuple[Problem, list[torch.Tensor], torch.Tensor]:
-    """(uneven tokens, experts by turns over the ranks; weights (E, 2 I, H) and (E, H, I); shared rows)."""
-    e = 2 * ranks.size
-    counts = ranks.counts(9, 6)
-    if seed % 3 == 1:  # none on the last rank
-        counts[-1] = 0
-    p = draw(counts, e, HIDDEN, TOP_K, seed, expert_map=[expert % ranks.size for expert in range(e)], dtype=dtype)
-    p.tokens = [t.clamp(-4, 4) for t in p.tokens]
-    generator = torch.Generator().manual_seed(seed)
-    weights = [
-        torch.randn(s, generator=generator) / s[2] ** 0.5
-        for s in ((e, 2 * INTERMEDIATE, HIDDEN), (e, HIDDEN, INTERMEDIATE))
-    ]
-    return p, weights, torch.randn((len(p.tokens[ranks.rank]), HIDDEN), generator=generator).to(ranks.device, dtype)
-
-
-def quantized(weights: list[torch.Tensor], experts: list[int], fmt: Any, ranks: Ranks) -> list[BlockScaledTensor]:
-    return [padless.quantize(w[experts].to(ranks.device), fmt, kind="weight") for w in weights]
+from padless.verify.ranks.layers import FORWARD, HIDDEN, INTERMEDIATE, TOP_K, assert_bits, drawn, poison_rows, quantized
 
 
 def parts_of(ids: torch.Tensor, p: Problem) -> list[torch.Tensor]:
@@ -73,11 +32,6 @@ def added(parts: list[torch.Tensor]) -> torch.Tensor:
     for part in parts:
         total += part.float()
     return total.to(parts[0].dtype)
-
-
-def assert_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    assert got.dtype == want.dtype, f"{what}: {got.dtype}, not {want.dtype}"
-    assert torch.equal(reference.bits(got), reference.bits(want)), what
 
 
 def moe_forward(ranks: Ranks) -> None:
@@ -106,10 +60,9 @@ def moe_forward(ranks: Ranks) -> None:
         if isinstance(sent, torch.dtype):
             poison_rows(ep)
         x, ids, weight = ranks.own(p)
-        alone = {"w13": weights[0], "w2": weights[1]}
-        all_of_them = dict(zip(alone, quantized(weights, every, fmt, ranks), strict=True)) | by_expert
+        all_of_them = quantized(weights, every, fmt, ranks) | by_expert
         parts = [moe(x, part, weight, **all_of_them, **options) for part in parts_of(ids, p)]
-        mine = dict(zip(alone, quantized(weights, here, fmt, ranks), strict=True))
+        mine = quantized(weights, here, fmt, ranks)
         mine |= {name: t[here] for name, t in by_expert.items()}
         got = moe(x, ids, weight, **mine, **options, ep=ep, num_experts=len(every))
         case = f"{fmt.name} weights, rows in {getattr(sent, 'name', sent)}, {given}"
@@ -145,7 +98,7 @@ def moe_gradients(ranks: Ranks) -> None:
         def leaves(x: torch.Tensor = x, weight: torch.Tensor = weight) -> list[torch.Tensor]:
             return [x.clone().requires_grad_(), weight.clone().requires_grad_()]
 
-        w13, w2 = quantized(weights, every, FP8, ranks)
+        w13, w2 = quantized(weights, every, FP8_BLOCK, ranks).values()
         found = []
         for part in parts_of(ids, p):
             given = leaves()
@@ -155,14 +108,16 @@ def moe_gradients(ranks: Ranks) -> None:
         want_out, *want = (added(list(parts)) for parts in zip(*found, strict=True))
         mine = leaves()
         shared.requires_grad_()
-        out = moe(mine[0], ids, mine[1], *quantized(weights, here, FP8, ranks), gate_up=gate_up, shared=shared, ep=ep)
+        out = moe(
+            mine[0], ids, mine[1], **quantized(weights, here, FP8_BLOCK, ranks), gate_up=gate_up, shared=shared, ep=ep
+        )
         assert_bits(out, (want_out.float() + shared.float()).to(dtype), f"{dtype}, {gate_up}: out")
         out.backward(dout)
         for name, leaf, wanted in zip(("x", "weights"), mine, want, strict=True):
             assert_bits(leaf.grad, wanted, f"{dtype}, {gate_up}: {name}")
         assert_bits(shared.grad, dout, "shared")
         small = leaves()
-        its = moe(small[0], ids, small[1], *quantized(weights, here, FP8, ranks), gate_up=gate_up, ep=ep)
+        its = moe(small[0], ids, small[1], **quantized(weights, here, FP8_BLOCK, ranks), gate_up=gate_up, ep=ep)
         its.backward(dout * 2.0**-48)
         for name, leaf, other in zip(("x", "weights"), mine, small, strict=True):
             assert_bits(other.grad, leaf.grad * 2.0**-48, f"{dtype}, {gate_up}: {name} of a small gradient")
@@ -180,17 +135,14 @@ def moe_errors(ranks: Ranks) -> None:
     """What does not fit is a sentence on every rank before anything is sent, and the next call works."""
     p, weights, shared = drawn(ranks, 50, torch.bfloat16)
     every, here = list(range(2 * ranks.size)), list(range(ranks.rank, 2 * ranks.size, ranks.size))
-    ep, plain = ranks.make(p, fmt=FP8), ranks.make(p, fmt=torch.bfloat16)
+    ep, plain = ranks.make(p, fmt=FP8_BLOCK), ranks.make(p, fmt=torch.bfloat16)
     x, ids, weight = ranks.own(p)
-    w, nvfp4 = quantized(weights, here, FP8, ranks), quantized(weights, here, NVFP4, ranks)
+    w, nvfp4 = (tuple(quantized(weights, here, fmt, ranks).values()) for fmt in (FP8_BLOCK, NVFP4))
+    w_every = tuple(quantized(weights, every, FP8_BLOCK, ranks).values())
     grad = x.clone().requires_grad_()
     each = torch.ones(len(here), device=ranks.device)
     refused: tuple[tuple[tuple, dict[str, Any], str], ...] = (
-        (
-            (x, ids, weight, *quantized(weights, every, FP8, ranks)),
-            {"ep": ep},
-            f"w13 has {len(every)} experts and rank",
-        ),
+        ((x, ids, weight, *w_every), {"ep": ep}, f"w13 has {len(every)} experts and rank"),
         ((x, ids, weight, *w), {"ep": ep, "num_experts": 99}, "num_experts is 99 and ep's"),
         ((x, ids[:, :2], weight[:, :2], *w), {"ep": ep}, "top_k_index 2, and ep is for 128 and 3"),
         ((x, ids, weight, *nvfp4), {"ep": ep}, "ep's rows are FP8_BLOCK and activations NVFP4"),
@@ -207,7 +159,7 @@ def moe_errors(ranks: Ranks) -> None:
         with pytest.raises(ValueError, match=words):
             moe(*given, **options)
     if ranks.backend == "collective":
-        wrong = w if ranks.rank else quantized(weights, every, FP8, ranks)
+        wrong = w if ranks.rank else w_every
         words = "rank 0 was given wrong arguments" if ranks.rank else "w13 has"
         with pytest.raises(ValueError, match=words):
             moe(x, ids, weight, *wrong, ep=ep)

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from padless.runtime.choices import Exchange
 from padless.testing.ranks import Rank, RankError, RankPool
-from padless.verify.ranks import exchange, stress
+from padless.verify.ranks import exchange, layers, stress
 from padless.verify.run import Record, about_the_machine, write_records
 
-SECONDS = 100.0  # of a check, its processes' start included
+SECONDS = 240.0  # of a check, its processes' start and kernels' compilation included
 
 
 def run_small(rank: Rank) -> str:
@@ -26,6 +26,15 @@ def run_small(rank: Rank) -> str:
         check(ranks)
     together(rank)
     return f"{len(exchange.FORMATS)} formats, sizes, gradients, invariance"
+
+
+def run_layers(rank: Rank) -> str:
+    """Layers against one process: sums of slots in every format, training in every recipe, FSDP2 on meshes."""
+    ranks = exchange.Ranks(rank)
+    for check in (layers.check_slots, layers.check_slot_gradients, layers.check_training, layers.check_meshes):
+        check(ranks)
+    together(rank)
+    return f"sums of slots in {len(layers.FORWARD)} formats, {len(layers.RECIPES)} recipes, {layers.shapes(rank.size)}"
 
 
 def run_stress(rank: Rank) -> str:
@@ -77,6 +86,8 @@ def run_verify_ranks(
     jobs: dict[str, tuple[Callable[[Rank], str], Exchange, int]] = {
         "expert parallelism, collective": (run_small, "collective", 0),
         "expert parallelism, symm": (run_small, "symm", 0),
+        "layers over ranks, collective": (run_layers, "collective", 0),
+        "layers over ranks, symm": (run_layers, "symm", 0),
         "expert parallelism, symm, large and long": (run_stress, "symm", 0),
         "expert parallelism, a dead rank": (dead_rank, "symm", 1),
     }
