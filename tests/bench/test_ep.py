@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from padless.bench.cases import ep
-from padless.bench.cases.ep import deepep
+from padless.bench.cases.ep import async_ep, deepep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange, points
 from padless.distributed import planning
 from padless.testing.judge import row_errors, worst
@@ -58,6 +61,20 @@ def test_prediction_is_by_the_rates_of_the_machine() -> None:
     slower = ep.predicted(point, planning.Machine(memory=2100.0, products=730.0))
     assert all(slower[name] > usual[name] for name in usual)
     assert slower["layer"] > 1.7 * usual["layer"]
+
+
+def test_a_library_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (async_ep.FOLDER, deepep.FOLDER):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(deepep, "load", lambda folder: None)
+    monkeypatch.setattr(deepep, "DeepEpExchange", lambda p, api: None)
+    monkeypatch.setattr(ep, "choose_config", lambda *given: {"sms": 24})
+    monkeypatch.setattr(ep, "deepep_calls", lambda *given: {"deepep dispatch": print})
+    plan = SimpleNamespace(offs=torch.tensor([2]))
+    calls, config, errors = ep.peer_calls(SimpleNamespace(rank=None), tmp_path, None, plan, torch.zeros(3, 1))
+    assert (list(calls), config, list(errors)) == (["deepep dispatch"], {"sms": 24}, ["titan"])
+    assert "Error" in errors["titan"]
+    assert ep.peer_calls(SimpleNamespace(), None, None, plan, torch.zeros(3, 1)) == ({}, {}, {})
 
 
 def test_the_slowest_rank_against_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,14 +129,7 @@ def measure_point(
     calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | of_slots | gradients).items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
-    peers: dict[str, Call] = {}
-    config: Record = {}
-    if folder is not None and (folder / async_ep.FOLDER).is_dir():
-        peers |= titan_calls(p, folder, rows, used=int(plan.offs[-1]))
-    if folder is not None and (folder / deepep.FOLDER).is_dir():
-        peer = deepep.DeepEpExchange(p, deepep.load(folder))
-        config = choose_config(rank, peer, y[: int(plan.offs[-1])])
-        peers |= deepep_calls(peer, rows, plan, y)
+    peers, config, errors = peer_calls(p, folder, rows, plan, y)
     calls |= {name: replayed(call) for name, call in peers.items()}
     times = timed(rank, calls, repeats)
     if point.tokens >= STEP_TOKENS:
@@ -156,7 +149,7 @@ def measure_point(
         },
         "programs": programs,
         "deepep": config,
-    }
+    } | ({"errors": errors} if errors else {})
 
 
 def gradient_calls(p: EpProblem) -> dict[str, Call]:
@@ -202,6 +195,30 @@ def step_calls(p: EpProblem) -> dict[str, Call]:
         error = float((mine - other).float().norm() / other.float().norm())
         assert error < SUM_TOLERANCE, f"{what} of a step is off by {error} from that over NCCL"
     return {"step": ours, "nccl step": nccl}
+
+
+def peer_calls(
+    p: EpProblem, folder: Path | None, rows: Any, plan: Any, y: torch.Tensor
+) -> tuple[dict[str, Call], Record, dict[str, str]]:
+    """(contenders of other libraries that are in their folder, what was chosen for DeepEP, errors of those that failed).
+
+    A library fails on all ranks alike, or the point ends by its time.
+    """
+    calls, config, errors = dict[str, Call](), Record(), dict[str, str]()
+    used = int(plan.offs[-1])
+    if folder is not None and (folder / async_ep.FOLDER).is_dir():
+        try:
+            calls |= titan_calls(p, folder, rows, used)
+        except Exception as error:
+            errors["titan"] = repr(error)[-400:]
+    if folder is not None and (folder / deepep.FOLDER).is_dir():
+        try:
+            peer = deepep.DeepEpExchange(p, deepep.load(folder))
+            config = choose_config(p.rank, peer, y[:used])
+            calls |= deepep_calls(peer, rows, plan, y)
+        except Exception as error:
+            errors["deepep"] = repr(error)[-400:]
+    return calls, config, errors
 
 
 def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, Call]:
