@@ -1,4 +1,4 @@
-"""Times Megatron-Core's own MoELayer, forward and backward on one GPU, with its experts and with padless' in their place.
+"""Times Megatron-Core's own MoELayer, forward and backward on one GPU, with its experts and with padless'.
 
 `PYTHONPATH=src:FOLDER python tools/time_megatron.py --out FILE`, where megatron-core is unpacked in FOLDER, writes a
 record: medians in microseconds, of the GPU and from the call to its end, in turns. The layer has Qwen3-30B-A3B's sizes,

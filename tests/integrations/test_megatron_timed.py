@@ -1,4 +1,4 @@
-"""tools/time_megatron.py without a GPU: its contenders agree on a small layer of Megatron-Core, and a wrong one shows."""
+"""tools/time_megatron.py without a GPU: contenders agree on a small layer of Megatron-Core, and a wrong one shows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_contenders_agree(tool: Any) -> None:
     assert set(record["off"]) == set(record["gpu"]) == set(record["end_to_end"]) == set(tool.LIMITS)
     assert all(set(off) == {"out", "x", "router", "w13", "w2"} for off in record["off"].values())
     assert set(record["off"][tool.SEQUENTIAL].values()) == {0.0}
-    assert 0.01 < record["off"][tool.FP8]["w13"]  # it is FP8
+    assert record["off"][tool.FP8]["w13"] > 0.01  # it is FP8
 
 
 def test_a_wrong_contender_is_not_timed(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
