@@ -75,7 +75,7 @@ def test_options_reach_the_run(name: str, options: dict[str, Any], grid: str, ru
         ("decoding", 70, None),
         ("picks", 400, None),
         ("train", 7, 3),
-        ("pretrain", 3, 1),
+        ("pretrain", 4, 1),
         ("quantize", 4, 1),
         ("tiles", 288, 7),
         ("blackwell", 8, None),

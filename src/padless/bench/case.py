@@ -124,7 +124,7 @@ CASES: dict[str, Case] = {
         Case(
             "pretrain",
             "Training steps of a whole decoder like Qwen3-30B-A3B: padless' FP8 experts against torch's bf16.",
-            ("full", *RUN, "repeats"),
+            ("full", "ranks", *RUN, "repeats"),
             repeats=5,
         ),
         Case(

@@ -26,6 +26,7 @@ def bench(
     models: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
     part: Sequence[str] | None = None,
+    ranks: int | None = None,
     peers: Path | None = None,
     only: Sequence[str] | None = None,
     out: Path = DEFAULT_OUT_DIR,
@@ -36,7 +37,8 @@ def bench(
     """A benchmark of `CASES` on its quick grid, or on another that is asked for.
 
     case: its name. models, tokens: of the grid's points those of models whose names begin so, and with so many tokens;
-    None for all. part: names of the parts to run, of a benchmark that has some. peers: folder of other libraries.
+    None for all. part: names of the parts to run, of a benchmark that has some. ranks: GPUs to spread a point over, of a
+    benchmark that can; None for its usual points. peers: folder of other libraries.
     only: names of those to use, the benchmark's by default.
     out: where results go. time_limit: no new point after so many seconds. repeats: timed calls. seed: of sizes and
     values.
@@ -44,7 +46,7 @@ def bench(
     known = CASES[case]
     grid = "full" if full else "balanced" if balanced else known.grids[0]
     settings = RunSettings(peers, seed, repeats or known.repeats, time_limit_s=time_limit)
-    points: str | list[Any] = grid
+    points: str | list[Any] = grid if ranks is None else known.load().grid_over_ranks(grid, ranks)
     if models or tokens or part:
         points = chosen_points(resolve_grid(known, grid, seed), models, tokens, part)
     return _exit_code(run_case(case, points, only, out, settings))

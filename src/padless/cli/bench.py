@@ -40,6 +40,13 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
+    "ranks": (
+        Annotated[
+            int | None,
+            typer.Option(min=2, help="Over so many GPUs of this host, with layers that fit. Default: one, with 12."),
+        ],
+        None,
+    ),
     "peers": (
         Annotated[
             Path | None,

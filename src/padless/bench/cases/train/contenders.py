@@ -149,7 +149,8 @@ def makers(*, compiled: bool, every_recipe: bool, peers: Sequence[Peer] = ()) ->
 # --- torch -----------------------------------------------------------------------------------------------
 
 
-def _activated(z: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+def activated(z: torch.Tensor, prob: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * prob of z (M, 2 I): (M, I) bfloat16, in float32 before."""
     gate, up = z.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up * prob[:, None]).to(torch.bfloat16)
 
@@ -175,26 +176,44 @@ class TorchExperts:
 
     def __init__(self, num_experts: int, top_k: int, *, compiled: bool, product: Product = _torch_product) -> None:
         self.num_experts, self.top_k, self.product = num_experts, top_k, product
-        self.activated: Callable[..., torch.Tensor] = _activated
+        self.activated: Callable[..., torch.Tensor] = activated
         self.summed: Callable[..., torch.Tensor] = _summed
         if compiled:
-            self.activated = torch.compile(_activated, dynamic=False)
+            self.activated = torch.compile(activated, dynamic=False)
             self.summed = torch.compile(_summed, dynamic=False)
 
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, prob: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
     ) -> torch.Tensor:
         """x (T, H), ids and prob (T, k), w13 (E, 2 I, H), w2 (E, H, I): (T, H)."""
+        order, inverse, sizes = self.sorted_slots(ids)
+        offs = sizes.cumsum(0).to(torch.int32)
+        h = self.activated(self.product(self.rows(x, order, inverse), w13, offs), prob.reshape(-1)[order])
+        return self.sums(self.product(h, w2, offs), order, inverse)
+
+    def sorted_slots(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Slots by expert, the place of each slot among them, and the slots of each expert (E,), of ids (T, k)."""
         flat = ids.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.shape[0], device=order.device)
         sizes = torch.histc(flat.float(), bins=self.num_experts, min=0, max=self.num_experts - 1)
-        offs = sizes.cumsum(0).to(torch.int32)
-        rows: torch.Tensor = _Gather.apply(x, order, inverse, self)
-        h = self.activated(self.product(rows, w13, offs), prob.reshape(-1)[order])
-        out: torch.Tensor = _Sum.apply(self.product(h, w2, offs), order, inverse, self)
+        return order, inverse_of(order), sizes
+
+    def rows(self, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        """The token (T, H) of each slot in that order."""
+        found: torch.Tensor = _Gather.apply(x, order, inverse, self)
+        return found
+
+    def sums(self, y: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        """(T, H) of rows in that order, each token's added up."""
+        out: torch.Tensor = _Sum.apply(y, order, inverse, self)
         return out
+
+
+def inverse_of(order: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.shape[0], device=order.device)
+    return inverse
 
 
 class _Gather(torch.autograd.Function):
