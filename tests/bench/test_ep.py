@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from padless.bench.cases.ep import async_ep, deepep
 from padless.bench.cases.ep.problem import EpPoint, EpProblem, NcclExchange, points
 from padless.distributed import planning
 from padless.testing.judge import row_errors, worst
-from padless.testing.ranks import Rank, RankPool, raise_first, run_ranks
+from padless.testing.ranks import Rank, RankError, RankPool, raise_first, run_ranks
 from support import deepep_first
 
 POINT = EpPoint("tiny", 2, 9, 128, 64, 6, 3)
@@ -63,18 +62,29 @@ def test_prediction_is_by_the_rates_of_the_machine() -> None:
     assert slower["layer"] > 1.7 * usual["layer"]
 
 
-def test_a_library_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Pool:
+    """Calls of which those with DeepEP fail, as a rank says it."""
+
+    def __init__(self) -> None:
+        self.names: list[tuple[str, ...]] = []
+
+    def call(self, function: object, *arguments: object, timeout_s: float) -> list[object]:
+        assert function is ep.measure_point
+        self.names.append(arguments[-1])
+        return [{"gpu": {}}, RankError("no kernel") if "deepep" in arguments[-1] else {"gpu": {}}]
+
+
+def test_a_library_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    """On any rank. It is tried where it is there, once, at a small point."""
     for name in (async_ep.FOLDER, deepep.FOLDER):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(deepep, "load", lambda folder: None)
-    monkeypatch.setattr(deepep, "DeepEpExchange", lambda p, api: None)
-    monkeypatch.setattr(ep, "choose_config", lambda *given: {"sms": 24})
-    monkeypatch.setattr(ep, "deepep_calls", lambda *given: {"deepep dispatch": print})
-    plan = SimpleNamespace(offs=torch.tensor([2]))
-    calls, config, errors = ep.peer_calls(SimpleNamespace(rank=None), tmp_path, None, plan, torch.zeros(3, 1))
-    assert (list(calls), config, list(errors)) == (["deepep dispatch"], {"sms": 24}, ["titan"])
-    assert "Error" in errors["titan"]
-    assert ep.peer_calls(SimpleNamespace(), None, None, plan, torch.zeros(3, 1)) == ({}, {}, {})
+    pool = Pool()
+    assert ep.probed(pool, tmp_path) == (["titan"], {"deepep": "no kernel"})
+    assert pool.names == [("titan",), ("deepep",)]
+    (tmp_path / async_ep.FOLDER).rmdir()
+    assert ep.probed(pool, tmp_path)[0] == []
+    assert ep.probed(pool, None) == ([], {})
+    assert len(pool.names) == 3
 
 
 def test_the_slowest_rank_against_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:

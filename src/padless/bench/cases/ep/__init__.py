@@ -54,6 +54,7 @@ from padless.testing.timing import WARM_UP_CALLS, Call
 SECONDS = 90.0  # of a point, its kernels' compilation included
 FLUSH_BYTES = 256 << 20
 SLEEP_CYCLES = 6_000_000  # three milliseconds, in which the host issues a call
+PROBE = (16, 2048, 768, 64, 8)  # T, H, I, experts, k
 STEP_TOKENS = 1024  # from which on a training step is timed
 STEP_SLEEP_CYCLES = 12_000_000
 STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
@@ -81,16 +82,36 @@ def start(session: Session) -> Callable[[EpPoint], Record]:
     if rates.dense_flops_per_s is not None:
         gpu = replace(gpu, products=rates.dense_flops_per_s * 1e-12)
 
+    usable, errors = probed(pool, folder)
+
     def measure(point: EpPoint) -> Record:
-        arguments = (point, session.settings.seed, session.settings.repeats, None, folder)
+        arguments = (point, session.settings.seed, session.settings.repeats, None, folder, usable)
         found = pool.call(measure_point, *arguments, timeout_s=SECONDS)
         failed = next((str(result) for result in found if isinstance(result, RankError)), None)
         if failed is not None:
-            return {"gpu": {}, "errors": {"padless": failed[-400:]}}
+            return {"gpu": {}, "errors": errors | {"padless": failed[-400:]}}
         record: Record = found[0]
-        return record | {"clocks": machine.clocks(), "predicted": predicted(point, gpu)}
+        return record | {"clocks": machine.clocks(), "predicted": predicted(point, gpu), "errors": errors}
 
     return measure
+
+
+def probed(pool: RankPool, folder: Path | None) -> tuple[list[str], dict[str, str]]:
+    """(libraries in their folder that get through a small point, errors of the others): one that fails would end a
+    point's other contenders too.
+    """
+    usable, errors = list[str](), dict[str, str]()
+    tiny = EpPoint("probe", torch.cuda.device_count(), *PROBE)
+    for name, peer in (("titan", async_ep), ("deepep", deepep)):
+        if folder is None or not (folder / peer.FOLDER).is_dir():
+            continue
+        found = pool.call(measure_point, tiny, 0, 2, None, folder, (name,), timeout_s=SECONDS)
+        failed = next((str(result) for result in found if isinstance(result, RankError)), None)
+        if failed is None:
+            usable.append(name)
+        else:
+            errors[name] = failed[-400:]
+    return usable, errors
 
 
 def predicted(point: EpPoint, gpu: planning.Machine) -> Record:
@@ -102,9 +123,15 @@ def predicted(point: EpPoint, gpu: planning.Machine) -> Record:
 
 
 def measure_point(
-    rank: Rank, point: EpPoint, seed: int, repeats: int, programs: int | None, folder: Path | None = None
+    rank: Rank,
+    point: EpPoint,
+    seed: int,
+    repeats: int,
+    programs: int | None,
+    folder: Path | None = None,
+    names: Sequence[str] = (),
 ) -> Record:
-    """The record of a point, on every rank of a group of GPUs. folder: of peers, None for none but NCCL."""
+    """The record of a point, on every rank of a group of GPUs. names: of peers in a folder, NCCL not among them."""
     p = EpProblem(rank, point, seed, programs)
     nccl = NcclExchange(p)
     rows, plan = p.ep.dispatch(p.x, p.ids, p.weights)
@@ -129,7 +156,7 @@ def measure_point(
     calls: dict[str, Call] = {name: replayed(call) for name, call in (eager | of_slots | gradients).items()}
     calls |= {f"{name}, eager": call for name, call in eager.items()}
     calls |= {"nccl dispatch": nccl.dispatch, "nccl combine": lambda: nccl.combine(nccl_y), "nccl layer": nccl.layer}
-    peers, config, errors = peer_calls(p, folder, rows, plan, y)
+    peers, config = peer_calls(p, folder, names, rows, plan, y)
     calls |= {name: replayed(call) for name, call in peers.items()}
     times = timed(rank, calls, repeats)
     if point.tokens >= STEP_TOKENS:
@@ -149,7 +176,7 @@ def measure_point(
         },
         "programs": programs,
         "deepep": config,
-    } | ({"errors": errors} if errors else {})
+    }
 
 
 def gradient_calls(p: EpProblem) -> dict[str, Call]:
@@ -198,27 +225,17 @@ def step_calls(p: EpProblem) -> dict[str, Call]:
 
 
 def peer_calls(
-    p: EpProblem, folder: Path | None, rows: Any, plan: Any, y: torch.Tensor
-) -> tuple[dict[str, Call], Record, dict[str, str]]:
-    """(contenders of other libraries that are in their folder, what was chosen for DeepEP, errors of those that failed).
-
-    A library fails on all ranks alike, or the point ends by its time.
-    """
-    calls, config, errors = dict[str, Call](), Record(), dict[str, str]()
-    used = int(plan.offs[-1])
-    if folder is not None and (folder / async_ep.FOLDER).is_dir():
-        try:
-            calls |= titan_calls(p, folder, rows, used)
-        except Exception as error:
-            errors["titan"] = repr(error)[-400:]
-    if folder is not None and (folder / deepep.FOLDER).is_dir():
-        try:
-            peer = deepep.DeepEpExchange(p, deepep.load(folder))
-            config = choose_config(p.rank, peer, y[:used])
-            calls |= deepep_calls(peer, rows, plan, y)
-        except Exception as error:
-            errors["deepep"] = repr(error)[-400:]
-    return calls, config, errors
+    p: EpProblem, folder: Path | None, names: Sequence[str], rows: Any, plan: Any, y: torch.Tensor
+) -> tuple[dict[str, Call], Record]:
+    """(contenders of these other libraries in their folder, what was chosen for DeepEP)."""
+    calls, config = dict[str, Call](), Record()
+    if folder is not None and "titan" in names:
+        calls |= titan_calls(p, folder, rows, used=int(plan.offs[-1]))
+    if folder is not None and "deepep" in names:
+        peer = deepep.DeepEpExchange(p, deepep.load(folder))
+        config = choose_config(p.rank, peer, y[: int(plan.offs[-1])])
+        calls |= deepep_calls(peer, rows, plan, y)
+    return calls, config
 
 
 def titan_calls(p: EpProblem, folder: Path, rows: Any, used: int) -> dict[str, Call]:
