@@ -104,6 +104,12 @@ class Contender:
         for (name, mine), theirs in zip(self.model.named_parameters(), other.model.parameters(), strict=True):
             mine.copy_(self.part(name, theirs))
 
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Sets the weights of all ranks to the first's: what a backward pass adds by atomics may differ by an ulp."""
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter.detach(), src=0)
+
     def gradients_off(self, other: Contender) -> dict[str, float]:
         """|difference| / |gradient| from another's gradients by parameter."""
         found = {}
@@ -140,6 +146,7 @@ def train_over_ranks(
     for _ in range(steps):
         ids, following = (t.to(rank.device) for t in draw_batch(text, size.batch, size.length, generator))
         if same_weights:
+            one.agree()
             spread.take(one)
             by_parts.append(one.loss_by_parts(ids, following))
         for contender in (one, spread):
