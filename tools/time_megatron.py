@@ -66,7 +66,7 @@ def config_of(sizes: Sequence[int], device: str) -> Any:
 
 
 def builders() -> dict[str, Any]:
-    """What makes each contender's experts, as `MoESubmodules` takes it."""
+    """Builders of each contender's experts, as `MoESubmodules` takes them."""
     experts = import_module("megatron.core.transformer.moe.experts")
     layers = import_module("megatron.core.tensor_parallel.layers")
     mlp = import_module("megatron.core.transformer.mlp")

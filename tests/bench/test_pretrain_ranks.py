@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from padless.bench.cases.pretrain.decoder import FP8, OVER_RANKS, OWN_BF16, Deco
 from padless.bench.cases.train.contenders import BF16
 from padless.bench.report.terminal import show
 from padless.bench.results import failures
-from padless.testing.ranks import Rank, raise_first, run_ranks
+from padless.bench.session import RunSettings
+from padless.testing.ranks import Rank, RankError, RankPool, raise_first, run_ranks
 from support.bench_records import StandInTimer
 
 TINY = DecoderSize(layers=2, hidden=128, heads=4, groups=2, width=32, experts=8, top_k=3, intermediate=64, vocab=101)
@@ -95,3 +97,19 @@ def test_ranks_that_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     quick, full = (pretrain.grid_over_ranks(name, 2) for name in ("quick", "full"))
     assert quick == full[:1]
     assert [(p.ranks, p.layers, p.microbatches) for p in full] == [(2, 23, 1), (2, 23, 2)]
+
+
+def test_a_rank_that_fails_is_the_points_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def called(self: RankPool, function: Any, *arguments: Any, timeout_s: float) -> list[Any]:
+        given.append((function, *arguments))
+        return [{"step": {}}, RankError("no memory")]
+
+    monkeypatch.setattr(RankPool, "call", called)
+    measure = pretrain.start(SimpleNamespace(settings=RunSettings(seed=4, repeats=2)))  # type: ignore[arg-type]
+    record = measure(POINT) | {"point": asdict(POINT)}
+    assert given == [(pretrain.measure_over_ranks, pretrain.QUARTER, POINT, 4, 2)]
+    assert len(failures([record])) == 1
+    assert "no memory" in failures([record])[0]
+    assert all(not table.rows for table in pretrain.tables([record], {}, 100))

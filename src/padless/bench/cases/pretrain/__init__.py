@@ -236,7 +236,7 @@ def measure_pretrain(
 
 
 def start(session: Session) -> Callable[[PretrainPoint], Record]:
-    """Makes a model for every point, over ranks in processes of its own."""
+    """Makes a model for every point, over ranks in separate processes."""
 
     def measure(point: PretrainPoint) -> Record:
         if point.ranks > 1:

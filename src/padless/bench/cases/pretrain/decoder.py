@@ -49,7 +49,7 @@ class DecoderSize:
 
 
 class Passes:
-    """What the layers of a model share: passes that are compiled once, the turns of positions, and drawn experts.
+    """Parts that the layers of a model share: compiled passes, the turns of positions, and drawn experts.
 
     drawn: a seed by which every token's experts are drawn, as many of them from all for each position of a microbatch;
     None for those that the router chooses. ep: of the exchange, whose ranks have other tokens.
