@@ -162,7 +162,7 @@ def test_an_engines_rollout_is_compared_and_drawn(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "argv", ["rollout.py", *small, "--engine", "--out", str(out)])
     module.main()
     record = json.loads(out.read_text())
-    assert {"date", "device", "driver", "torch", "transformers", "triton"} <= record.keys()
+    assert {"date", "device", "versions", "kernels", "torch", "transformers"} <= record.keys()
     found = {(p["samples"], p["trains"]): p["one_pass"] for p in record["engine"]["pairs"]}
     assert [names for names, each in found.items() if each["max"] == 0] == [("padless", "fp8")]
     assert all(each["kl"] >= 0 for each in found.values())
