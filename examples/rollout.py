@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.metadata
 import json
 import pydoc_data.topics
 import tempfile
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations.moe import ExpertsInterface
 
 import padless
-from padless.cli import environment
 from padless.integrations.transformers import NAME, TRAIN_NAME, quantize_experts, set_recipe
+from padless.testing import machine
 
 BLOCK, LARGEST = 128, 448.0
 
@@ -182,8 +181,8 @@ def experts_compared(model: Any, calls: list[Any]) -> dict[str, Any]:
     return found | {"vLLM": against(vllm_experts)}
 
 
-def engine_compared(model: Any, prompts: torch.Tensor, new: int) -> dict[str, Any]:
-    """Differences by the engine that samples and by what trains; experts' rows by the engine."""
+def engine_compared(model: Any, prompts: torch.Tensor, new: int) -> Iterator[dict[str, Any]]:
+    """Differences by the engine that samples and by what trains, experts' rows by the engine; after each engine."""
     import vllm
     from rollout_engine import ENGINES, sample
 
@@ -196,7 +195,7 @@ def engine_compared(model: Any, prompts: torch.Tensor, new: int) -> dict[str, An
             rollout = sample(Path(folder, checkpoint), arguments, prompts, new)
             found["pairs"] += pairs(name, model, rollout.ids, rollout.generated, rollout.one_pass)
             found["experts"][name] = experts_compared(model, rollout.calls)
-    return found
+            yield found
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -283,20 +282,17 @@ def main() -> None:
     found = compared(model, prompts, arguments.new_tokens)
     print_pairs(found["pairs"])
     print("vLLM's arithmetic in one layer, then in all:", ", ".join(f"{p['mean']:.2e}" for p in found["layers"]))
-    about = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    about = machine.describe() | {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "driver": environment.collect()["driver"],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "triton": importlib.metadata.version("triton"),
         "steps": arguments.steps,
         "tokens": arguments.prompts * arguments.new_tokens,
     }
     write(arguments.out, about | found)
     if arguments.engine:
-        found["engine"] = engine_compared(model, prompts, arguments.new_tokens)
-        write(arguments.out, about | found)
+        for found["engine"] in engine_compared(model, prompts, arguments.new_tokens):
+            write(arguments.out, about | found)
         print_pairs(found["engine"]["pairs"])
         for name, each in found["engine"]["experts"].items():
             rows = ", ".join(
