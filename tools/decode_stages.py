@@ -33,9 +33,9 @@ STAGES = (
     ("waited", _KERNEL, "    const Layout layout(shared, problem);\n", False, _FIRST_OF_CTA),
     ("routed", _KERNEL, "        load_weights(", False, "warp == NUM_CONSUMER_WARPS && lane == 0"),
     ("codes of x", _KERNEL, "        mbarrier_wait(routed, 0);\n        first_product(", False, _FIRST_OF_CTA),
-    ("first product", _KERNEL, "        const WeightScales scales = ", False, _FIRST_OF_CTA),
+    ("first product", _KERNEL, "        const StripeUnit unit = ", False, _FIRST_OF_CTA),
     ("codes of hidden rows", _KERNEL, "        second_product(", False, _FIRST_OF_CTA),
-    ("end", _KERNEL, "lane, scales, position);\n", True, _FIRST_OF_CTA),
+    ("end", _KERNEL, "lane, unit, position);\n", True, _FIRST_OF_CTA),
     ("hidden rows are there", "codes.cuh", "    wait_for_hidden(hidden, blocks, warp, lane);\n", True, _FIRST_OF_CTA),
     ("first loads issued", "load.cuh", _LOADS_OF_SECOND, False, "pipeline == 0 && lane == 0"),
 )

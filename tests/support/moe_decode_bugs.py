@@ -14,14 +14,14 @@ MAIN, COMMON, ROUTE, SHARE, LOAD, CODES, MULTIPLY, CONSUME = (
     )
 )  # fmt: skip
 
-WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[pipeline][position.stage]), position.phase);"
+WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[pipeline][at[n].stage]), at[n].phase);"
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[pipeline][position.stage]), position.phase ^ 1);"
 BAR = "bar_sync(CODES_BARRIER, NUM_CONSUMERS);"
 FENCE = "fence_proxy_async_shared();"
 COUNTED = "fence_acq_rel_gpu();  // what this CTA"
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
-IMPATIENT = MoeDecodeConfig(spin_limit=5000)
+IMPATIENT = MoeDecodeConfig(spin_limit=50000)
 
 BUGS: tuple[Bug, ...] = (
     # ---- from CTA to CTA, and from launch to launch
@@ -29,9 +29,10 @@ BUGS: tuple[Bug, ...] = (
         "hidden rows are not waited for",
         (),
         (
-            (CODES, "} while (!is_whole);", "} while (false);"),
-            (CODES, "if (!__any_sync(0xffffffff, waits)) break;", "break;"),
+            (CODES, "if (__all_sync(0xffffffff, is_whole)) break;", "break;"),
+            (CODES, "wait_for_hidden(hidden, blocks, warp, lane);", ""),
         ),
+        seeds=8,
     ),
     Bug(
         "a word is no complement",
@@ -83,19 +84,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "slots in another order",
         (),
-        ((COMMON, "const int slot = token * p.top_k + j,", "const int slot = token * p.top_k + p.top_k - 1 - j,"),),
+        ((COMMON, "slot = token * p.top_k + first + j;", "slot = token * p.top_k + p.top_k - 1 - first - j;"),),
     ),
     Bug("shared first", (), ((COMMON, "float total = 0.0f;", "float total = shared_value; shared_value = 0.0f;"),)),
     Bug(
         "a fused sum of slots",
         (),
-        (
-            (
-                COMMON,
-                "__fadd_rn(total, __fmul_rn(shared.slot_weight[slot], y));",
-                "fmaf(shared.slot_weight[slot], y, total);",
-            ),
-        ),
+        ((COMMON, "__fadd_rn(total, __fmul_rn(weight[j], y[j]));", "fmaf(weight[j], y[j], total);"),),
     ),
     Bug("ids beyond the experts", (), ((ROUTE, "id >= 0 && id < p.experts ?", "id >= 0 ?"),)),
     Bug(

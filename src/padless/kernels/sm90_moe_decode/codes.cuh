@@ -63,10 +63,12 @@ __device__ __forceinline__ void quantize_x(const Problem& p, const Layout& layou
     }
     // Rows of no token: products read them, nothing reads what they give.
     const int missing = MOST_TOKENS - p.tokens, chunks = missing * BLOCK_K / 16;
+#pragma unroll 1
     for (int n = warp * 32 + lane; n < chunks * p.h_blocks(); n += NUM_CONSUMERS) {
         const int kb = n / chunks, at = n % chunks * 16;
         st_shared_v4_b32(layout.codes + (kb * MOST_TOKENS + p.tokens) * BLOCK_K + at, 0, 0, 0, 0);
     }
+#pragma unroll 1
     for (int n = warp * 32 + lane; n < missing * p.h_blocks(); n += NUM_CONSUMERS)
         st_shared_f32(layout.scales + (n / missing * MOST_TOKENS + p.tokens + n % missing) * 4, 0.0f);
 }
@@ -79,6 +81,7 @@ constexpr int LANES_OF_BLOCK = 32 / QUAD_BLOCKS, WORDS_OF_LANE_AND_QUAD = BLOCK_
 // waiting takes little of memory's time, and a round trip of it is for 32 blocks.
 __device__ __forceinline__ void wait_for_hidden(const uint32_t* hidden, int blocks, int warp, int lane) {
     constexpr int QUADS = 32 / QUAD_BLOCKS;
+#pragma unroll 1
     for (int quad = warp; quad * QUAD_BLOCKS < blocks; quad += QUADS * NUM_CONSUMER_WARPS) {
         const int block = (quad + lane / QUAD_BLOCKS * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + lane % QUAD_BLOCKS;
         Patience patience;
@@ -103,6 +106,7 @@ __device__ __forceinline__ void quantize_hidden(SharedStorage& shared, const Pro
 #pragma unroll
             for (int n = 0; n < QUADS_IN_FLIGHT; ++n) {
                 const int block = (first + n * NUM_CONSUMER_WARPS) * QUAD_BLOCKS + of_quad;
+                if (block - of_quad >= blocks) break;
 #pragma unroll
                 for (int i = 0; i < WORDS_OF_LANE_AND_QUAD / 4; ++i) {
 #pragma unroll
@@ -114,6 +118,7 @@ __device__ __forceinline__ void quantize_hidden(SharedStorage& shared, const Pro
             }
 #pragma unroll
             for (int n = 0; n < QUADS_IN_FLIGHT; ++n) {
+                if ((first + n * NUM_CONSUMER_WARPS) * QUAD_BLOCKS >= blocks) break;
 #pragma unroll
                 for (int i = 0; i < WORDS_OF_LANE_AND_QUAD / 4; ++i)
                     is_whole &= words[n][i][0] != 0 && words[n][i][1] != 0 && words[n][i][2] != 0 &&
@@ -141,8 +146,10 @@ __device__ __forceinline__ void quantize_hidden(SharedStorage& shared, const Pro
         }
     }
     const int missing = (rows + 7) / 8 * 8 - rows, chunks = missing * BLOCK_K / 16;
+#pragma unroll 1
     for (int n = warp * 32 + lane; n < chunks * k_blocks; n += NUM_CONSUMERS)
         st_shared_v4_b32(layout.codes + (n / chunks * room + rows) * BLOCK_K + n % chunks * 16, 0, 0, 0, 0);
+#pragma unroll 1
     for (int n = warp * 32 + lane; n < missing * k_blocks; n += NUM_CONSUMERS)
         st_shared_f32(layout.scales + (n / missing * room + rows + n % missing) * 4, 0.0f);
 }

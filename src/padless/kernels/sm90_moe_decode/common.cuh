@@ -34,9 +34,9 @@ struct Tables {
     int first_row[MOST_SLOTS + 1];   // hidden rows are numbered by expert, then token
     int row_of_slot[MOST_SLOTS];     // -1: no expert
     float slot_weight[MOST_SLOTS];
+    int id_of_slot[MOST_SLOTS];  // -1: no expert
 #ifdef LOGITS_ROOM
-    uint64_t chosen;  // what follows, and weights
-    int id_of_slot[MOST_SLOTS];
+    uint64_t chosen;  // ids and weights
 #endif
 };
 
@@ -137,15 +137,29 @@ __device__ __forceinline__ void announce_share(Tables& shared, int index, int sh
 }
 
 // One output: the k slots of a token in their order, `shared_value` last, rounded once. `results`: address of the column's
-// result of row 0, bf16; rows are UNIT_ROWS values apart.
+// result of row 0, bf16; rows are UNIT_ROWS values apart. Loads of eight slots are under way together.
 __device__ __forceinline__ float sum_of_slots(const Tables& shared, const Layer& p, uint32_t results,
                                               int token, float shared_value) {
+    constexpr int AT_ONCE = 8;
     float total = 0.0f;
-    for (int j = 0; j < p.top_k; ++j) {
-        const int slot = token * p.top_k + j, row = shared.row_of_slot[slot];
-        if (row < 0) continue;
-        const float y = cvt_f32_bf16(ld_shared_b16(results + row * (UNIT_ROWS * 2)));
-        total = __fadd_rn(total, __fmul_rn(shared.slot_weight[slot], y));
+#pragma unroll 1
+    for (int first = 0; first < p.top_k; first += AT_ONCE) {
+        int row[AT_ONCE];
+        float weight[AT_ONCE], y[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int slot = token * p.top_k + first + j;
+            row[j] = first + j < p.top_k ? shared.row_of_slot[slot] : -1;
+            weight[j] = first + j < p.top_k ? shared.slot_weight[slot] : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            y[j] = cvt_f32_bf16(row[j] < 0 ? uint16_t(0) : ld_shared_b16(results + row[j] * (UNIT_ROWS * 2)));
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const float sum = __fadd_rn(total, __fmul_rn(weight[j], y[j]));
+            total = row[j] < 0 ? total : sum;
+        }
     }
     return p.shared == nullptr ? total : __fadd_rn(total, shared_value);
 }

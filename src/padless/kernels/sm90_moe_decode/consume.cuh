@@ -65,25 +65,53 @@ __device__ __forceinline__ void first_product(SharedStorage& shared, const Probl
     }
 }
 
-// Columns stripe * 16 .. of four experts, from number `first` on, a warp each: their rows' results to shared memory, rounded.
-// Rows are in eights, from row 8 * eight on, N of them.
+__device__ __forceinline__ const float* stripe_scales(const SharedStorage& shared, const Problem& p,
+                                                      int stripe, int number) {
+    if (number >= shared.num_hit || stripe >= p.stripes()) return nullptr;
+    const long long blocks = static_cast<long long>(shared.experts[number]) * (p.h / 128);
+    return p.w2_scale + (blocks + stripe * UNIT_ROWS / 128) * p.i_blocks();
+}
+
+// A warp's unit of the second product: the columns of a stripe with an expert, of which a tile has four.
+struct StripeUnit {
+    int eight = 0, eights = 1;  // the tile's rows in eights
+    int begin = 0, end = 0;     // the expert's; none: there is no such unit
+    WeightScales scales;
+
+    // Of the tile with the experts from number `first` on.
+    __device__ __forceinline__ StripeUnit(const SharedStorage& shared, const Problem& p, int stripe,
+                                          int first, int warp, int lane) {
+        const int hit = shared.num_hit, number = first + warp;
+        const float* of_expert = nullptr;
+        if (stripe < p.stripes() && first < hit) {
+            eight = shared.first_row[first] / 8;
+            eights = (shared.first_row[min(first + TILE_UNITS, hit)] + 7) / 8 - eight;
+            if (number < hit) {
+                begin = shared.first_row[number];
+                end = shared.first_row[number + 1];
+                of_expert = stripe_scales(shared, p, stripe, number);
+            }
+        }
+        scales = load_scales(of_expert, of_expert, p.i_blocks(), lane);
+    }
+};
+
+// Results of a unit to shared memory, rounded. Rows are in eights, N of them.
 template <int N>
 __device__ __forceinline__ void stripe_tile(SharedStorage& shared, const Problem& p, const Layout& layout,
-                                            uint32_t ring, int pipeline, int eight, int number, int parity,
-                                            const WeightScales& scales, int lane, RingPosition& position) {
+                                            uint32_t ring, int pipeline, int parity, const StripeUnit& unit,
+                                            int lane, RingPosition& position) {
     const int room = p.room_for_rows();
-    const CodeRows rows{layout.codes + eight * 8 * BLOCK_K, static_cast<uint32_t>(room * BLOCK_K),
-                        layout.scales + eight * 32, static_cast<uint32_t>(room * 4)};
+    const CodeRows rows{layout.codes + unit.eight * 8 * BLOCK_K, static_cast<uint32_t>(room * BLOCK_K),
+                        layout.scales + unit.eight * 32, static_cast<uint32_t>(room * 4)};
     float d[N / 2];
-    multiply<N>(d, shared, p, ring, pipeline, p.i_blocks(), rows, scales, lane, position);
-    if (number >= shared.num_hit) return;
-    const int begin = shared.first_row[number], end = shared.first_row[number + 1];
+    multiply<N>(d, shared, p, ring, pipeline, p.i_blocks(), rows, unit.scales, lane, position);
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            const int row = 8 * (eight + i) + lane % 4 * 2 + j;
-            if (row < begin || row >= end) continue;
+            const int row = 8 * (unit.eight + i) + lane % 4 * 2 + j;
+            if (row < unit.begin || row >= unit.end) continue;
             const uint32_t pair = cvt_bf16x2(d[4 * i + j], d[4 * i + 2 + j]);
             st_shared_u16(layout.result(p, parity, row, lane / 4), static_cast<uint16_t>(pair));
             st_shared_u16(layout.result(p, parity, row, lane / 4 + 8), static_cast<uint16_t>(pair >> 16));
@@ -104,13 +132,6 @@ __device__ __forceinline__ void stripe_tile_of(int eights, Arguments&... argumen
     }
 }
 
-__device__ __forceinline__ const float* stripe_scales(const SharedStorage& shared, const Problem& p,
-                                                      int stripe, int number) {
-    if (number >= shared.num_hit || stripe >= p.stripes()) return nullptr;
-    const long long blocks = static_cast<long long>(shared.experts[number]) * (p.h / 128);
-    return p.w2_scale + (blocks + stripe * UNIT_ROWS / 128) * p.i_blocks();
-}
-
 // Router warp: the weights' scales of all of this CTA's stripes on their way to L2. Consumers ask for a tile's scales one tile
 // ahead only, and memory may take longer than that tile.
 __device__ __forceinline__ void prefetch_stripe_scales(SharedStorage& shared, const Problem& p, int lane) {
@@ -128,46 +149,40 @@ __device__ __forceinline__ void prefetch_stripe_scales(SharedStorage& shared, co
     }
 }
 
-// The weights' scales of a warp's first tile of its CTA's first share.
-__device__ __forceinline__ WeightScales first_stripe_scales(SharedStorage& shared, const Problem& p,
-                                                            int pipeline, int warp, int lane) {
+// The first unit of a warp in its CTA's first share.
+__device__ __forceinline__ StripeUnit first_stripe_unit(SharedStorage& shared, const Problem& p, int pipeline,
+                                                        int warp, int lane) {
     const int share = share_at(shared, 0, lane);
-    const float* scales = share < 0 ? nullptr : stripe_scales(shared, p, share, pipeline * TILE_UNITS + warp);
-    return load_scales(scales, scales, p.i_blocks(), lane);
+    return StripeUnit(shared, p, share < 0 ? p.stripes() : share, pipeline * TILE_UNITS, warp, lane);
 }
 
-// `scales`: first_stripe_scales.
+// `next`: first_stripe_unit.
 __device__ __forceinline__ void second_product(SharedStorage& shared, const Problem& p, const Layout& layout,
                                                uint32_t ring, int pipeline, int warp, int lane,
-                                               WeightScales scales, RingPosition& position) {
+                                               StripeUnit next, RingPosition& position) {
     constexpr int STEP = PIPELINES * TILE_UNITS;
     const int thread = pipeline * 128 + warp * 32 + lane, token = thread / UNIT_ROWS,
               column = thread % UNIT_ROWS;
     const int hit = shared.num_hit;
     int parity = 0;
+#pragma unroll 1
     for (int n = 0;; ++n) {
         const int share = share_at(shared, n, lane);
         if (share < 0) return;
-        if (n > 0) {
-            const float* first = stripe_scales(shared, p, share, pipeline * TILE_UNITS + warp);
-            scales = load_scales(first, first, p.i_blocks(), lane);
-        }
+        if (n > 0) next = StripeUnit(shared, p, share, pipeline * TILE_UNITS, warp, lane);
+#pragma unroll 1
         for (int stripe = share; stripe < p.stripes(); stripe += gridDim.x) {
             const int at = token * p.h + stripe * UNIT_ROWS + column;
             float shared_value = 0.0f;
             if (p.shared != nullptr && token < p.tokens) shared_value = cvt_f32_bf16(p.shared[at]);
+#pragma unroll 1
             for (int first = pipeline * TILE_UNITS; first < hit; first += STEP) {
-                int number = first + warp;
-                WeightScales here = scales;
+                const StripeUnit unit = next;
                 const bool is_last = first + STEP >= hit;
-                const float* next = stripe_scales(shared, p, is_last ? stripe + gridDim.x : stripe,
-                                                  (is_last ? pipeline * TILE_UNITS : first + STEP) + warp);
-                scales = load_scales(next, next, p.i_blocks(), lane);
-                const int end = first + TILE_UNITS < hit ? first + TILE_UNITS : hit;
-                int eight = shared.first_row[first] / 8;
-                const int eights = (shared.first_row[end] + 7) / 8 - eight;
-                stripe_tile_of<1>(eights, shared, p, layout, ring, pipeline, eight, number, parity, here,
-                                  lane, position);
+                next = StripeUnit(shared, p, is_last ? stripe + gridDim.x : stripe,
+                                  is_last ? pipeline * TILE_UNITS : first + STEP, warp, lane);
+                stripe_tile_of<1>(unit.eights, shared, p, layout, ring, pipeline, parity, unit, lane,
+                                  position);
             }
             bar_sync(CODES_BARRIER, NUM_CONSUMERS);
             if (token < p.tokens) {

@@ -4,10 +4,38 @@
 
 constexpr int NOWHERE = 1 << 30;
 
+// Division by a number that is known before the dividend is: the first weights wait for the dividend.
+class Divisor {
+  public:
+    __device__ __forceinline__ explicit Divisor(uint32_t divisor)
+        : divisor_(divisor), inverse_(0xFFFFFFFF / divisor) {
+        pin_register(inverse_);  // here, not where it is needed
+    }
+    __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+        const uint32_t q = __umulhi(n, inverse_);  // less than n / divisor, by less than 2
+        return n - q * divisor_ >= divisor_ ? q + 1 : q;
+    }
+
+  private:
+    uint32_t divisor_, inverse_;
+};
+
+struct UnitDivisors {
+    Divisor workers, of_expert, run;
+    int runs_of_expert;
+
+    __device__ __forceinline__ explicit UnitDivisors(const Problem& p)
+        : workers(PIPELINES * gridDim.x),
+          of_expert(p.units_of_expert()),
+          run(p.run),
+          runs_of_expert(run.quotient(p.units_of_expert())) {}
+};
+
 template <class Copy>
 __device__ __forceinline__ void load_tile(SharedStorage& shared, const Problem& p, uint32_t ring,
                                           int pipeline, int k_blocks, int lane, RingPosition& position,
                                           const Copy& copy) {
+#pragma unroll 1
     for (int kb = 0; kb < k_blocks; ++kb) {
         const uint32_t full = shared_address(&shared.full[pipeline][position.stage]);
         if (lane == 0) {
@@ -22,21 +50,23 @@ __device__ __forceinline__ void load_tile(SharedStorage& shared, const Problem& 
 }
 
 __device__ __forceinline__ void load_weights(SharedStorage& shared, const Problem& p,
-                                             const TensorMap& map_w13, const TensorMap& map_w2, int pipeline,
-                                             int lane) {
+                                             const TensorMap& map_w13, const TensorMap& map_w2,
+                                             const UnitDivisors& by, int pipeline, int lane) {
     const uint32_t ring = Layout(shared, p).ring + pipeline * p.stages * STAGE_BYTES;
     const int of_expert = p.units_of_expert(), hit = shared.num_hit;
     RingPosition position;
     for (int n = 0;; ++n) {
         const int share = share_at(shared, n, lane);
         if (share < 0) break;
-        const Range range = range_of(hit * of_expert, PIPELINES * share + pipeline, PIPELINES * gridDim.x);
-        for (int unit = range.begin; unit < range.end; unit += TILE_UNITS) {
-            const int mine = unit + lane, place = mine % of_expert;
-            const bool is_there = lane < TILE_UNITS && mine < range.end;
-            const int expert = is_there ? shared.experts[mine / of_expert] : 0;
-            const int in_run = place % p.run;
-            const int run = is_there ? expert * (of_expert / p.run) + place / p.run : NOWHERE;
+        const uint32_t units = hit * of_expert, worker = PIPELINES * share + pipeline;
+        const int end = by.workers.quotient(units * (worker + 1));  // range_of
+#pragma unroll 1
+        for (int unit = by.workers.quotient(units * worker); unit < end; unit += TILE_UNITS) {
+            const int mine = unit + lane, number = by.of_expert.quotient(mine);
+            const int place = mine - number * of_expert, run_of_expert = by.run.quotient(place);
+            const bool is_there = lane < TILE_UNITS && mine < end;
+            const int in_run = place - run_of_expert * p.run;
+            const int run = is_there ? shared.experts[number] * by.runs_of_expert + run_of_expert : NOWHERE;
             load_tile(shared, p, ring, pipeline, p.h_blocks(), lane, position,
                       [&](uint32_t to, uint32_t full, int k) {
                           tma_load_5d_evict_first(map_w13, to, full, k, 0, 0, in_run, run);
@@ -47,6 +77,7 @@ __device__ __forceinline__ void load_weights(SharedStorage& shared, const Proble
         const int share = share_at(shared, n, lane);
         if (share < 0) break;
         for (int stripe = share; stripe < p.stripes(); stripe += gridDim.x) {
+#pragma unroll 1
             for (int first = pipeline * TILE_UNITS; first < hit; first += PIPELINES * TILE_UNITS) {
                 const int number = first + lane;
                 const int expert = lane < TILE_UNITS && number < hit ? shared.experts[number] : NOWHERE;

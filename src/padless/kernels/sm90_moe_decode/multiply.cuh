@@ -30,20 +30,28 @@ struct CodeRows {
     uint32_t codes, block_bytes, scales, scale_block_bytes;
 };
 
+// What a block's sums are multiplied by, and added up.
 template <int N>
-__device__ __forceinline__ void add_block(float (&d)[N / 2], const float (&p)[N / 2], uint32_t scales,
-                                          float upper, float lower) {
+struct BlockScales {
+    float of_sum[N / 2];
+
+    __device__ __forceinline__ void load(uint32_t row_scales, float upper, float lower) {
 #pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-        float of_row[2];
-        ld_shared_v2_f32(scales + i * 32, of_row[0], of_row[1]);
+        for (int i = 0; i < N / 8; ++i) {
+            float of_row[2];
+            ld_shared_v2_f32(row_scales + i * 32, of_row[0], of_row[1]);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            d[4 * i + j] = fmaf(p[4 * i + j], __fmul_rn(of_row[j], upper), d[4 * i + j]);
-            d[4 * i + 2 + j] = fmaf(p[4 * i + 2 + j], __fmul_rn(of_row[j], lower), d[4 * i + 2 + j]);
+            for (int j = 0; j < 2; ++j) {
+                of_sum[4 * i + j] = __fmul_rn(of_row[j], upper);
+                of_sum[4 * i + 2 + j] = __fmul_rn(of_row[j], lower);
+            }
         }
     }
-}
+    __device__ __forceinline__ void add(float (&d)[N / 2], const float (&p)[N / 2]) const {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) d[i] = fmaf(p[i], of_sum[i], d[i]);
+    }
+};
 
 template <int N>
 __device__ __forceinline__ void pin(float (&p)[N]) {
@@ -51,58 +59,84 @@ __device__ __forceinline__ void pin(float (&p)[N]) {
     for (int i = 0; i < N; ++i) pin_register(p[i]);
 }
 
-// Consumer warpgroup: d = the tile whose stages come next. Two K blocks are multiplied at a time where registers allow it.
+// COUNT K blocks from `kb` on: all of them are multiplied, then waited for, given back and added.
+template <int N, int COUNT>
+__device__ __forceinline__ void multiply_blocks(float (&d)[N / 2], SharedStorage& shared, uint32_t ring,
+                                                int pipeline, int kb, int stages, const CodeRows& rows,
+                                                const WeightScales& weight_scales, int lane,
+                                                RingPosition& position) {
+    float p[COUNT][N / 2];
+    RingPosition at[COUNT];
+    uint32_t a[COUNT], b[COUNT];  // shuffles tell the compiler that lanes have the same
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        at[n] = position;
+        a[n] = __shfl_sync(0xffffffff, descriptor_low(ring + position.stage * STAGE_BYTES), 0);
+        b[n] = __shfl_sync(0xffffffff, descriptor_low(rows.codes + (kb + n) * rows.block_bytes), 0);
+        position.advance(stages);
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) pin(p[n]);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        mbarrier_wait(shared_address(&shared.full[pipeline][at[n].stage]), at[n].phase);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BLOCK_K; k += 32)
+            wgmma_m64k32_e4m3<N>(p[n], k_major_128b_descriptor(a[n] + k / 16),
+                                 k_major_128b_descriptor(b[n] + k / 16), k != 0);
+        wgmma_commit_group();
+    }
+    BlockScales<N> of[COUNT];  // while products run
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+        const int of_lane = (kb + n) % 32;
+        const bool is_far = kb + n >= 32;
+        const float upper =
+            __shfl_sync(0xffffffff, is_far ? weight_scales.upper[1] : weight_scales.upper[0], of_lane);
+        const float lower =
+            __shfl_sync(0xffffffff, is_far ? weight_scales.lower[1] : weight_scales.lower[0], of_lane);
+        of[n].load(rows.scales + lane % 4 * 8 + (kb + n) * rows.scale_block_bytes, upper, lower);
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) pin(p[n]);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) pin(p[n]);
+    __syncwarp();
+    if (lane < COUNT) {
+        const int stage = at[0].stage + lane;
+        mbarrier_arrive(shared_address(&shared.empty[pipeline][stage < stages ? stage : stage - stages]));
+    }
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) of[n].add(d, p[n]);
+}
+
+// Consumer warpgroup: d = the tile whose stages come next. As many K blocks are multiplied at a time as registers allow: each time
+// costs the latency of the products and of what waits for them.
 template <int N>
 __device__ __forceinline__ void multiply(float (&d)[N / 2], SharedStorage& shared, const Problem& problem,
                                          uint32_t ring, int pipeline, int k_blocks, const CodeRows& rows,
                                          const WeightScales& weight_scales, int lane,
                                          RingPosition& position) {
-    constexpr int AT_ONCE = N <= 32 ? 2 : 1;
-    float p[AT_ONCE][N / 2];
+    constexpr int AT_ONCE = N <= 16 ? 4 : N <= 32 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) d[i] = 0.0f;
-    const uint32_t scales = rows.scales + lane % 4 * 8;
-    for (int kb = 0; kb < k_blocks; kb += AT_ONCE) {
-        const int blocks = k_blocks - kb < AT_ONCE ? 1 : AT_ONCE;
-        int stages[AT_ONCE] = {};
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) pin(p[n]);
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-            if (n == blocks) break;
-            stages[n] = position.stage;
-            mbarrier_wait(shared_address(&shared.full[pipeline][position.stage]), position.phase);
-            const uint32_t a =
-                __shfl_sync(0xffffffff, descriptor_low(ring + position.stage * STAGE_BYTES), 0);
-            const uint32_t b =
-                __shfl_sync(0xffffffff, descriptor_low(rows.codes + (kb + n) * rows.block_bytes), 0);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < BLOCK_K; k += 32)
-                wgmma_m64k32_e4m3<N>(p[n], k_major_128b_descriptor(a + k / 16),
-                                     k_major_128b_descriptor(b + k / 16), k != 0);
-            wgmma_commit_group();
-            position.advance(problem.stages);
+    int kb = 0;
+#pragma unroll 1
+    for (; kb + AT_ONCE <= k_blocks; kb += AT_ONCE)
+        multiply_blocks<N, AT_ONCE>(d, shared, ring, pipeline, kb, problem.stages, rows, weight_scales, lane,
+                                    position);
+    if constexpr (AT_ONCE == 4) {
+        if (kb + 2 <= k_blocks) {
+            multiply_blocks<N, 2>(d, shared, ring, pipeline, kb, problem.stages, rows, weight_scales, lane,
+                                  position);
+            kb += 2;
         }
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) pin(p[n]);
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) pin(p[n]);
-        __syncwarp();
-        if (lane < blocks)
-            mbarrier_arrive(
-                shared_address(&shared.empty[pipeline][lane == 0 ? stages[0] : stages[AT_ONCE - 1]]));
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; ++n) {
-            if (n == blocks) break;
-            const int of_lane = (kb + n) % 32;
-            const bool is_far = kb + n >= 32;
-            const float upper =
-                __shfl_sync(0xffffffff, is_far ? weight_scales.upper[1] : weight_scales.upper[0], of_lane);
-            const float lower =
-                __shfl_sync(0xffffffff, is_far ? weight_scales.lower[1] : weight_scales.lower[0], of_lane);
-            add_block<N>(d, p[n], scales + (kb + n) * rows.scale_block_bytes, upper, lower);
-        }
+    }
+    if constexpr (AT_ONCE > 1) {
+        if (kb < k_blocks)
+            multiply_blocks<N, 1>(d, shared, ring, pipeline, kb, problem.stages, rows, weight_scales, lane,
+                                  position);
     }
 }

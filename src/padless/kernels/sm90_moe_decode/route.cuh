@@ -32,31 +32,42 @@ __device__ __forceinline__ int sum_of_lower_lanes(int value, int lane, int& all)
     return sum - value;
 }
 
+// Slots are gone through 32 at a time, in loops that are not unrolled: a launch runs this once, so instructions have to be
+// fetched, and the first weights wait for it. A lane has the same slots in all loops, and finds them in shared memory.
 __device__ __forceinline__ void route(SharedStorage& shared, const Problem& p, int lane) {
-    int id[SLOTS_OF_LANE];
-    float weight[SLOTS_OF_LANE];
+    const int slots = p.slots();
 #ifdef LOGITS_ROOM
     mbarrier_wait(shared_address(&shared.chosen), 0);
-#endif
+#else
+    int id[SLOTS_OF_LANE];
+    float weight[SLOTS_OF_LANE];
 #pragma unroll
     for (int n = 0; n < SLOTS_OF_LANE; ++n) {
-        const int slot = 32 * n + lane;
-#ifdef LOGITS_ROOM
-        id[n] = slot < p.slots() ? shared.id_of_slot[slot] : -1;
-        weight[n] = slot < p.slots() ? shared.slot_weight[slot] : 0.0f;
-#else
-        id[n] = slot < p.slots() ? load_id(p, slot) : -1;
-        weight[n] = slot < p.slots() ? load_weight(p, slot) : 0.0f;
-#endif
+        if (32 * n >= slots) break;
+        const int slot = min(32 * n + lane, slots - 1);
+        id[n] = load_id(p, slot);
+        weight[n] = load_weight(p, slot);
     }
+#endif
+    const uint32_t inverse = (65535 + p.top_k) / p.top_k;  // token slot / k is slot * inverse / 2^16
 #pragma unroll
     for (int n = 0; n < WORDS_OF_LANE; ++n) shared.is_hit[WORDS_OF_LANE * lane + n] = 0;
+#pragma unroll 1
+    for (int first = 0; first < slots; first += 32) shared.tokens_of[first + lane] = 0;
+#ifndef LOGITS_ROOM
 #pragma unroll
-    for (int n = 0; n < SLOTS_OF_LANE; ++n) shared.tokens_of[32 * n + lane] = 0;
+    for (int n = 0; n < SLOTS_OF_LANE; ++n) {
+        if (32 * n >= slots) break;
+        shared.id_of_slot[32 * n + lane] = id[n];
+        shared.slot_weight[32 * n + lane] = weight[n];
+    }
+#endif
     __syncwarp();
-#pragma unroll
-    for (int n = 0; n < SLOTS_OF_LANE; ++n)
-        if (id[n] >= 0) atomicOr(&shared.is_hit[id[n] / 32], 1u << id[n] % 32);
+#pragma unroll 1
+    for (int slot = lane; slot < slots; slot += 32) {
+        const int id = shared.id_of_slot[slot];
+        if (id >= 0) atomicOr(&shared.is_hit[id / 32], 1u << id % 32);
+    }
     __syncwarp();
 
     int hits = 0, num_hit;
@@ -70,17 +81,21 @@ __device__ __forceinline__ void route(SharedStorage& shared, const Problem& p, i
         before += __popc(shared.is_hit[word]);
     }
     __syncwarp();
-    int number[SLOTS_OF_LANE];  // of the slot's expert among those hit
-#pragma unroll
-    for (int n = 0; n < SLOTS_OF_LANE; ++n) {
-        if (id[n] < 0) continue;
-        const uint32_t smaller = shared.is_hit[id[n] / 32] & ((1u << id[n] % 32) - 1);
-        number[n] = shared.hits_before[id[n] / 32] + __popc(smaller);
-        const int token = (32 * n + lane) / p.top_k;
-        if (atomicOr(&shared.tokens_of[number[n]], 1u << token) == 0) shared.experts[number[n]] = id[n];
+#pragma unroll 1
+    for (int slot = lane; slot < slots; slot += 32) {
+        const int id = shared.id_of_slot[slot];
+        int number = -1;  // of the slot's expert among those hit
+        if (id >= 0) {
+            const uint32_t smaller = shared.is_hit[id / 32] & ((1u << id % 32) - 1);
+            number = shared.hits_before[id / 32] + __popc(smaller);
+            if (atomicOr(&shared.tokens_of[number], 1u << (slot * inverse >> 16)) == 0)
+                shared.experts[number] = id;
+        }
+        shared.row_of_slot[slot] = number;
     }
     __syncwarp();
     int row = 0;
+#pragma unroll 1
     for (int first = 0; first < num_hit; first += 32) {
         int rows;
         const int mine = sum_of_lower_lanes(__popc(shared.tokens_of[first + lane]), lane, rows);
@@ -92,17 +107,12 @@ __device__ __forceinline__ void route(SharedStorage& shared, const Problem& p, i
         shared.num_hit = num_hit;
         shared.first_row[num_hit] = row;
     }
-#pragma unroll
-    for (int n = 0; n < SLOTS_OF_LANE; ++n) {
-        const int slot = 32 * n + lane;
-        if (slot >= p.slots()) break;
-        if (id[n] >= 0) {
-            const uint32_t smaller = shared.tokens_of[number[n]] & ((1u << slot / p.top_k) - 1);
-            shared.row_of_slot[slot] = shared.first_row[number[n]] + __popc(smaller);
-        } else {
-            shared.row_of_slot[slot] = -1;
-        }
-        shared.slot_weight[slot] = weight[n];
+#pragma unroll 1
+    for (int slot = lane; slot < slots; slot += 32) {
+        const int number = shared.row_of_slot[slot];
+        if (number < 0) continue;
+        const uint32_t smaller = shared.tokens_of[number] & ((1u << (slot * inverse >> 16)) - 1);
+        shared.row_of_slot[slot] = shared.first_row[number] + __popc(smaller);
     }
     __syncwarp();
 }

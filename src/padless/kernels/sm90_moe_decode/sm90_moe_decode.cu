@@ -112,8 +112,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         prefetch_stripe_scales(shared, problem, lane);
         clear_old_rows(shared, problem, lane);
     } else if (warp >= NUM_CONSUMER_WARPS) {
+        const UnitDivisors divisors(problem);
         mbarrier_wait(routed, 0);
-        load_weights(shared, problem, map_w13, map_w2, warp - NUM_CONSUMER_WARPS, lane);
+        load_weights(shared, problem, map_w13, map_w2, divisors, warp - NUM_CONSUMER_WARPS, lane);
     } else {
         const int pipeline = warp / 4;
         const uint32_t ring = layout.ring + pipeline * stages * STAGE_BYTES;
@@ -126,11 +127,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         mbarrier_wait(routed, 0);
         first_product(shared, problem, layout, ring, pipeline, warp % 4, lane, position);
-        const WeightScales scales = first_stripe_scales(shared, problem, pipeline, warp % 4, lane);
+        const StripeUnit unit = first_stripe_unit(shared, problem, pipeline, warp % 4, lane);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);  // codes of x are read no more
         quantize_hidden(shared, problem, layout, warp, lane);
         fence_proxy_async_shared();
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
-        second_product(shared, problem, layout, ring, pipeline, warp % 4, lane, scales, position);
+        second_product(shared, problem, layout, ring, pipeline, warp % 4, lane, unit, position);
     }
 }
