@@ -186,7 +186,7 @@ def test_a_launch_that_does_not_wait_for_the_choice_is_reported() -> None:
     weights = draw_weights(6, 128, 128, seed=1)
     call = routed(draw_tokens(weights, 2, 2, 1), 6, Router(2), 1)
     for edits in ((), ((ROUTE, WAIT, ""),)):
-        driver: Any = Variant("sm_90a", MAIN, edits, MoeDecodeConfig(8, 5000, 128))
+        driver: Any = Variant("sm_90a", MAIN, edits, MoeDecodeConfig(8, 50_000, 128))
         with driver.configured(num_sms=1, seed=1, raise_on_reports=False):
             moe_decode_cases.launch(driver, weights, call, Output(2, 128).poisoned(2), scratch(2 * 2 * 128))
         kinds = {report.kind for report in driver.last_result.reports}
