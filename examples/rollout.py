@@ -83,7 +83,7 @@ ExpertsInterface.register("mixed", mixed_experts)
 def trained(tokens: torch.Tensor, steps: int, layers: int, device: str) -> Any:
     """A Qwen3-MoE of bytes after some steps in FP8, in bfloat16."""
     config = Qwen3MoeConfig(
-        vocab_size=256, hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=layers,
+        vocab_size=256, hidden_size=256, intermediate_size=512, moe_intermediate_size=256, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=16, num_experts_per_tok=4,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=TRAIN_NAME).to(device)
