@@ -18,7 +18,7 @@ from padless.epilogue import Epilogue
 from padless.formats import FP8_BLOCK
 from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_bf16 import host as sm90_bf16
-from padless.kernels.sm90_bf16.config import PAIRS
+from padless.kernels.sm90_bf16.config import QUANT_PAIRS
 from padless.kernels.sm90_bf16_plain import host as bf16_plain
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.kernels.sm90_bf16_wgrad import host as bf16_wgrad
@@ -41,7 +41,7 @@ QUANT = Epilogue(row_format=FP8_BLOCK, row_layout="plain_mn")
 
 def bf16_configs() -> list[sm90_bf16.Sm90Bf16Config]:
     """One config for each way of dealing threads and tokens out that select_config knows, whatever the formats."""
-    every = itertools.product(PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
+    every = itertools.product(QUANT_PAIRS, (1, 16, 32, 64, 128), (False, True), (torch.bfloat16,))
     found = {}
     for pair, m, blocked, dtype in every:
         config = sm90_bf16.select_config(*pair, m, 4096, 1, blocked=blocked, out_dtype=dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import padless
-from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP8, MXFP8_E5M2, BlockScaledTensor
 from padless.runtime import devices
 from support.ragged import GuardedOutput
 
@@ -93,8 +93,8 @@ BAD_CALLS = [
     ),
     Bad(
         "b_format",
-        lambda: {"b": padless.quantize(torch.ones(G, N, K), MXFP8, kind="weight")},
-        ("b has format MXFP8", "supported: FP8_BLOCK"),
+        lambda: {"b": padless.quantize(torch.ones(G, N, K), MXFP8_E5M2, kind="weight")},
+        ("b has format MXFP8_E5M2", "supported: FP8_BLOCK"),
     ),
     Bad(
         "a_with_weight_scales",

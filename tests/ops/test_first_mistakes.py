@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import padless
-from padless import FP8_BLOCK, MXFP8, nn
+from padless import FP8_BLOCK, MXFP8_E5M2, nn
 from padless.layouts import offs_from_indptr
 from padless.moe import Router, moe
 
@@ -106,9 +106,9 @@ MISTAKES = {
         lambda: layer(activation="swiglu"),
     ),
     "experts of two formats": Mistake(
-        lambda: layer(w2=weight(W2, MXFP8)),
-        ("activations has format FP8_BLOCK and w2 has format MXFP8",),
-        lambda: layer(w13=weight(W13, MXFP8), w2=weight(W2, MXFP8)),
+        lambda: layer(w2=weight(W2, MXFP8_E5M2)),
+        ("activations has format FP8_BLOCK and w2 has format MXFP8_E5M2",),
+        lambda: layer(w13=weight(W13, MXFP8_E5M2), w2=weight(W2, MXFP8_E5M2)),
     ),
     "logits for ids": Mistake(
         lambda: layer(top_k_index=LOGITS), ("top_k_index must be", "router_logits"), lambda: layer(**BY_LOGITS)

@@ -13,6 +13,7 @@ import torch
 
 import compatibility
 from padless.runtime import devices
+from padless.runtime.architecture import BY_CAPABILITY
 from support.ragged import ROOT
 
 VERSIONS = {
@@ -71,6 +72,10 @@ def test_a_gpu_that_the_page_does_not_list_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl", {"kind": "session", "machine": {**VERSIONS, "date": "2031-02-03", "gpu": "NVIDIA R9"}})
     with pytest.raises(ValueError, match="NVIDIA R9"):
         rows(tmp_path)
+
+
+def test_every_architecture_has_a_gpu_on_the_page() -> None:
+    assert set(BY_CAPABILITY) <= set(compatibility.GPUS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU is compared with")

@@ -53,6 +53,8 @@ def test_every_grouped_route_is_verified() -> None:
         pairs = {(p.a, p.b, p.module) for p in routes_of(arch)}
         own = {("FP8_BLOCK", "FP8_BLOCK", "sm90_fp8")}  # of which the other checks are
         assert {(o["a"], o["b"], o["module"]) for o in lines_of("formats", arch)} == pairs - own
+        emulated = {(o["a"], o["b"], o["module"]) for o in product_lines.EMULATED["emulator agrees on formats"](arch)}
+        assert emulated == pairs - own
         assert {(o["a"], o["b"], o["module"]) for o in lines_of("batch invariance", arch)} == pairs
 
 

@@ -1,4 +1,4 @@
-"""Blackwell's kernels compiled for the targets next to sm_100a, sm_103a and the family sm_100f, run in the emulator.
+"""Blackwell's kernels compiled for the other targets that run them, and their families, run in the emulator.
 
 What would convince: the PTX that ran is of that target, by its own line; no check reports anything; and every bit is
 that of sm_100a, whose bits other tests compare with exact sums.
@@ -19,9 +19,12 @@ from padless.emulator.fake_driver import EmulatedDriver, standing_in
 from padless.kernels import launch
 from padless.ops.grouped_gemm_wgrad_mxfp8 import grouped_gemm_wgrad_mxfp8
 from padless.quantization.mx_rows_columns import quantize_mx_rows_columns
+from padless.runtime.architecture import ARCHITECTURES
 from padless.runtime.devices import backend_on_cpu
 
 BACKEND = "emulator:sm_100a"
+RELATIVES = [a for a in ARCHITECTURES if a.kernels == "sm_100a" and a.name != "sm_100a"]
+TARGETS = sorted({a.name for a in RELATIVES} | {a.family for a in RELATIVES if a.family})
 OFFS = torch.tensor([3, 3, 73], dtype=torch.int32)
 
 
@@ -65,7 +68,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("target", ["sm_103a", "sm_100f"])
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", list(CALLS))
 def test_relatives_have_the_bits_of_sm_100a(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want, made, right = CALLS[name](), [], launch.compile_kernel

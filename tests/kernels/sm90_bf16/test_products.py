@@ -15,6 +15,7 @@ from padless.kernels.sm90_bf16.config import FORMATS as NUMBERS
 from padless.kernels.sm90_bf16.config import PAIRS, Sm90Bf16Config, select_config
 from padless.kernels.table import BF16, find_route
 from padless.layouts import from_blocked, pack_fp4, to_blocked, to_blocked_groups
+from support.ragged import ROOT
 from support.sm90_bf16_cases import (
     DRIVER,
     FORMATS,
@@ -45,6 +46,14 @@ def test_the_pairs_asked_for_are_there() -> None:
     wanted = {*itertools.product(fp8, fp8), ("MXFP4", "MXFP4"), ("NVFP4", "NVFP4")}
     wanted |= {*itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")), (BF16, "FP8_BLOCK")}
     assert wanted <= set(PAIRS)
+
+
+def test_the_page_lists_the_pairs() -> None:
+    page = (ROOT / "docs/kernels/sm90_bf16/index.md").read_text()
+    table = page.split("| activations A | weights B |\n|---|---|\n")[1].split("\n\n")[0]
+    rows = [line.replace("bf16", BF16).strip("| ").split(" | ") for line in table.splitlines()]
+    listed = [pair for a, b in rows for pair in itertools.product(a.split(", "), b.split(", "))]
+    assert sorted(listed) == sorted(PAIRS)
 
 
 # --- every pair ------------------------------------------------------------------------------------------

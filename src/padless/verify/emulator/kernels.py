@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from padless.kernels.table import kernels_arch
+from padless.runtime.architecture import kernels_arch, with_own_kernels
 from padless.runtime.choices import BackendName
 
 
 def backend_of(arch: str) -> BackendName:
     """The emulator's backend that runs the kernels of a GPU of ``arch``."""
-    return "emulator" if kernels_arch(arch) == "sm_90a" else "emulator:sm_100a"
+    return next(own.backend for own in with_own_kernels() if own.name == kernels_arch(arch))
 
 
 def settings_of(backend: BackendName | None) -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.table import QUANT, ROUTES
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
+from padless.runtime.architecture import with_own_kernels
 from padless.runtime.choices import BackendName
 from padless.testing.operands import BF16, in_layout, spans
 from padless.verify.fuzz import exact, operands
@@ -39,7 +40,9 @@ _MANY = 64  # groups, of which not all are put elsewhere
 
 def arch_of(draw: Draw) -> str:
     """The architecture whose kernels the backend runs, without asking a GPU."""
-    return {"reference": "", "emulator": "sm_90a", "emulator:sm_100a": "sm_100a"}.get(draw.backend, cuda_arch())
+    if draw.backend == "cuda":
+        return cuda_arch()
+    return next((own.name for own in with_own_kernels() if own.backend == draw.backend), "")
 
 
 def cuda_arch() -> str:
