@@ -406,6 +406,20 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert first_wrong(call) is not None, f"{TRIES} problems of {call} and nothing was wrong"
 
 
+def test_workers_are_as_many_as_a_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 cores and one GPU of 139 GiB: 64 workers ended by its memory."""
+    free = [139 << 30, 20 << 30]
+    monkeypatch.setattr(run, "cpus", lambda: 64)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (free[i], 140 << 30))
+    assert run._useful_workers([]) == 64
+    assert run._useful_workers(["0"]) == 23
+    assert run._useful_workers(["0", "1"]) == 26
+    free[0] = 1 << 30
+    assert run._useful_workers(["0"]) == 1
+    monkeypatch.setattr(run, "cpus", lambda: 2)
+    assert run._useful_workers(["0", "1"]) == 2
+
+
 def test_every_call_has_a_planted_bug() -> None:
     assert {call for call, *_ in BUGS.values()} == set(SUBJECTS)
 

@@ -164,7 +164,7 @@ def fuzz(
     backend: Annotated[
         str | None, typer.Option(help="cuda, emulator, emulator:sm_100a or reference; the GPU if there is one.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; one for each core.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; one for each core, fewer on a small GPU.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="File that a record of the run is added to.")] = None,
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
     repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,

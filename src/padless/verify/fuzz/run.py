@@ -6,7 +6,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +24,7 @@ from padless.verify.fuzz.worker import Tally, Task, run_process
 _PROGRESS_S = 15.0
 _MOST_REFUSED = 1 / 3  # of a call's problems: beyond, nothing was fuzzed
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_WORKER_BYTES = 6 << 30  # of a GPU: a context with all kernels takes 2.4 GB, a problem up to 1.5
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
@@ -47,7 +48,7 @@ def run_fuzz(
         problems: how many in all, shared out to the workers.
         seed: None draws one, which the record has.
         backend: "cuda", "emulator", "emulator:sm_100a" or "reference"; None: the GPU where there is one.
-        workers: processes; None: one for each core.
+        workers: processes; None: one for each core, and on GPUs no more than their memory has room for.
         out: file that a record of the run, one line of JSON, is added to.
         repeat: a problem as text: only this one is judged.
         calls: only these calls.
@@ -63,12 +64,12 @@ def run_fuzz(
     if minutes is None and problems is None:
         minutes = 1.0
     seed = random.SystemRandom().randrange(2**31) if seed is None else seed
-    workers = cpus() if workers is None else workers
+    gpus = _gpus() if backend == "cuda" else []
+    workers = _useful_workers(gpus) if workers is None else workers
     workers = workers if problems is None else max(1, min(workers, problems))
     start = time.time()
     deadline = start + (minutes * 60 if minutes is not None else 10.0**9)
     shares = [(problems or 0) * (i + 1) // workers - (problems or 0) * i // workers for i in range(workers)]
-    gpus = _gpus() if backend == "cuda" else []
     if other_gpu and len(gpus) < 2:
         raise ValueError(f"other_gpu is True, which takes two GPUs, and there are {len(gpus)}; leave it out")
     gpu, of = int(other_gpu), tuple(calls or ())
@@ -93,6 +94,16 @@ def _default_backend() -> BackendName:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "reference"
+
+
+def _useful_workers(gpus: Sequence[str]) -> int:
+    """One for each core; on GPUs at most one for every 6 GiB of the memory that is free."""
+    if not gpus:
+        return cpus()
+    import torch
+
+    room = sum(torch.cuda.mem_get_info(i)[0] // _WORKER_BYTES for i in range(len(gpus)))
+    return max(1, min(cpus(), room))
 
 
 def _gpus() -> list[str]:
