@@ -164,7 +164,8 @@ def _ranks(folder: Path) -> list[Row]:
         both = [r for step in ("dispatch", "combine") for r in ratios(points, "gpu", f"{prefix} {step}", step)]
         if both:
             times[name] = geomean(both)
-    return [Row("Two GPUs", f"dispatch + combine, T {_EP_TOKENS}", times, found.path.name)]
+    number = {2: "Two", 4: "Four", 8: "Eight"}[max(r["point"]["ranks"] for r in points)]
+    return [Row(f"{number} GPUs", f"dispatch + combine, T {_EP_TOKENS}", times, found.path.name)]
 
 
 def _grid(folder: Path) -> list[Row]:

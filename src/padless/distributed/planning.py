@@ -2,8 +2,8 @@
 
 Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; to another host once, and on from
 there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two
-H200s: the link with both directions busy, copies in memory, and how much of the local work the link does not hide. What
-is not modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
+and on four H200s: the link with both directions busy, copies in memory, and what a further rank adds. What is not
+modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
 
 `predict_layer` has the experts' products and a training step too, by rates measured on one H200.
 """
@@ -19,10 +19,11 @@ SAMPLES = 20_000
 FEW_SLOTS = 1024  # of all ranks, up to which ids are sorted in the launch that receives the rows
 WEIGHTS_RATE = 1.03  # of a copy's, at which the products of few rows read weights
 OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
-PRODUCTS_US = 15.0  # of both launches
+PRODUCTS_US = 22.0  # of both launches
 TOGETHER = 1.5  # exponent by which the times of multiplications and of weights' bytes add up
 STEP_PRODUCTS = 3.0  # products of a training step in those of a forward pass: forward, rows' gradients, weights'
-STEP_WEIGHT_BYTES = 4.2  # a weight's bytes in a step: read twice in bfloat16 to codes of both layouts, its gradient
+STEP_WEIGHT_BYTES = 5.4  # a weight's bytes in a step: read in bfloat16, codes of both layouts, its gradient
+STEP_US = 40.0  # of a step's further launches
 STEP_ROW_BYTES = 10.0  # a value's bytes of a row (H + 3 I) in a step's passes
 
 
@@ -30,16 +31,19 @@ STEP_ROW_BYTES = 10.0  # a value's bytes of a row (H + 3 I) in a step's passes
 class Machine:
     """Rates in GB/s of a GPU, one way, and times in us.
 
-    link: NVLink inside of a host.
+    link: NVLink inside of a host, into which rows are pushed. pull: the same for rows that are read, each as if it had
+        `pull_bytes` more.
     network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU.
     memory: bytes read and written.
     products: of FP8, TFLOP/s of a large dense product.
-    fixed_dispatch, fixed_combine: launches and signals. fixed_sort: what the sort of more than `few_slots` slots adds.
-    unhidden_store, unhidden_sum: share of storing rows by expert, and of reading them again for the sum, that takes time
-        on top of the transfer.
+    fixed_dispatch, fixed_combine: launches and signals of two ranks. fixed_rank: what each further one adds. fixed_sort:
+        what the sort of more than `FEW_SLOTS` slots adds.
+    unhidden_sum: share of reading rows again for the sum that takes time on top of the transfer.
     """
 
     link: float = 350.0
+    pull: float = 331.0
+    pull_bytes: float = 224.0
     network: float = 45.0
     memory: float = 4200.0
     products: float = 1460.0
@@ -47,7 +51,7 @@ class Machine:
     fixed_dispatch: float = 19.0
     fixed_sort: float = 4.0
     fixed_combine: float = 18.5
-    unhidden_store: float = 0.13
+    fixed_rank: float = 1.9
     unhidden_sum: float = 0.05
 
 
@@ -113,14 +117,15 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
     far = e.ranks - 1 - near
     most, rows = float(share.max()) * e.tokens, float(slots.max()) * e.tokens * e.ranks
 
-    def transfer(row_bytes: int, over_link: float, over_network: float) -> float:
-        return max(over_link * row_bytes / m.link, over_network * row_bytes / m.network) * 1e-3
+    def transfer(row_bytes: int, over_link: float, link: float, over_network: float) -> float:
+        return max(over_link / link, over_network / m.network) * row_bytes * 1e-3
 
     forwarded = (e.ranks - len(to_host)) * most  # all but what comes from the same place on each host
     entering = (len(to_host) - 1) * float(to_host.max()) * e.tokens
+    further = m.fixed_rank * (per_host - 2)
+    pull = m.pull * e.row_bytes / (e.row_bytes + m.pull_bytes)
     sort = m.fixed_sort if e.ranks * e.tokens * e.top_k > FEW_SLOTS else 0.0
     quantize = e.tokens * (2 * e.hidden + e.row_bytes) / m.memory * 1e-3
-    store = rows * e.row_bytes / m.memory * 1e-3
     copies = float(share.sum())
     last_sum = e.tokens * (copies + 1) * 2 * e.hidden / m.memory * 1e-3
     read = rows * 2 * e.hidden / m.memory * 1e-3
@@ -129,8 +134,12 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
         float(to_host.sum()),
         (near + far) * most,
         rows,
-        m.fixed_dispatch + sort + quantize + transfer(e.row_bytes, forwarded, entering) + m.unhidden_store * store,
-        m.fixed_combine + transfer(2 * e.hidden, near * most, far * most) + m.unhidden_sum * read + last_sum,
+        m.fixed_dispatch + further + sort + quantize + transfer(e.row_bytes, forwarded, pull, entering),
+        m.fixed_combine
+        + further
+        + transfer(2 * e.hidden, near * most, m.link, far * most)
+        + m.unhidden_sum * read
+        + last_sum,
     )
 
 
@@ -162,7 +171,7 @@ def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None
 
     products = with_bytes(local * (1 - missed))
     passes = local * weights * STEP_WEIGHT_BYTES + rows * (e.hidden + 3 * intermediate) * STEP_ROW_BYTES
-    step = STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)
+    step = STEP_US + STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)
     return LayerPrediction(products, served.dispatch + products + served.combine, step)
 
 

@@ -1,4 +1,4 @@
-"""``padless verify --ranks``: expert parallelism in processes of its own, on GPUs, or gloo where there are too few."""
+"""``padless verify --ranks``: expert parallelism in separate processes, on GPUs, or gloo where there are too few."""
 
 from __future__ import annotations
 
