@@ -203,18 +203,19 @@ def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK")
             by_logits: dict[str, Any] = {"router_logits": logits, "router": router, "correction_bias": correction}
             moe(x, None, None, w13, w2, **by_logits, **options)
 
-    def at(t: int) -> Asked:
+    asked = Asked({}, {})
+
+    def at(t: int) -> set[object]:
         calls = [Rehearsal(partial(first_call, t, *routing)) for routing in ROUTINGS]
         with passes_listed() as passes:
             kernels, problems = kernels_of(calls, gpu)
         if problems:
             raise RuntimeError(f"{model}, {format}, {gpu}: {problems[0]}")
-        return Asked(dict.fromkeys(kernels), passes)
+        asked.kernels.update(dict.fromkeys(kernels))
+        asked.passes.update(passes)
+        return {*kernels, *passes}
 
-    asked = Asked({}, {})
-    for each in at_every_change(rehearsed(tokens), at).values():
-        asked.kernels.update(each.kernels)
-        asked.passes.update(each.passes)
+    at_every_change(rehearsed(tokens), at)
     return asked
 
 
