@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -78,6 +79,7 @@ ROUTES = {
 }
 
 Images = dict[str, tuple[bytes, dict[str, Any]]]
+T = TypeVar("T")
 
 
 class Pass(NamedTuple):
@@ -166,6 +168,21 @@ def rehearsed(most: int) -> list[int]:
     return sorted({t for t in (*range(1, 65), *larger, most) if t <= most})
 
 
+def at_every_change(numbers: list[int], at: Callable[[int], T]) -> dict[int, T]:
+    """``at`` of the numbers and, where it differs between neighbours, of numbers between them, halving until the place
+    is found: what holds for a few numbers there, as a tile between a smaller and a larger one, is then met too.
+    """
+    found = {number: at(number) for number in numbers}
+    waiting = list(pairwise(numbers))
+    while waiting:
+        low, high = waiting.pop()
+        if high - low > 1 and found[low] != found[high]:
+            middle = (low + high) // 2
+            found[middle] = at(middle)
+            waiting += [(low, middle), (middle, high)]
+    return found
+
+
 def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK") -> Asked:
     """Requests of the model's layer with up to so many tokens. RuntimeError where a rehearsal failed."""
     experts, top_k, hidden, intermediate, _ = MODELS[model]
@@ -186,12 +203,20 @@ def asked_of_model(model: str, gpu: Gpu, tokens: int, format: str = "FP8_BLOCK")
             by_logits: dict[str, Any] = {"router_logits": logits, "router": router, "correction_bias": correction}
             moe(x, None, None, w13, w2, **by_logits, **options)
 
-    calls = [Rehearsal(partial(first_call, t, *routing)) for t in rehearsed(tokens) for routing in ROUTINGS]
-    with passes_listed() as passes:
-        kernels, problems = kernels_of(calls, gpu)
-    if problems:
-        raise RuntimeError(f"{model}, {format}, {gpu}: {problems[0]}")
-    return Asked(dict.fromkeys(kernels), passes)
+    asked = Asked({}, {})
+
+    def at(t: int) -> set[object]:
+        calls = [Rehearsal(partial(first_call, t, *routing)) for routing in ROUTINGS]
+        with passes_listed() as passes:
+            kernels, problems = kernels_of(calls, gpu)
+        if problems:
+            raise RuntimeError(f"{model}, {format}, {gpu}: {problems[0]}")
+        asked.kernels.update(dict.fromkeys(kernels))
+        asked.passes.update(passes)
+        return {*kernels, *passes}
+
+    at_every_change(rehearsed(tokens), at)
+    return asked
 
 
 def image_of(kernel: jit.Kernel) -> Images:

@@ -3,11 +3,10 @@ the emulator and `padless info`.
 
     python tools/check_wheels.py [--index]
 
-Every artefact gets a new virtual environment of its own and runs outside of the tree. Its dependencies are those of the
-environment that runs this, reached by a path, so nothing is downloaded: what is proven is that the artefact is whole and
-installs, the sdist by the wheel that it builds. With --index pip installs them too, in the versions of constraints.txt,
-and builds the sdist. Where there is a GPU the wheel runs
-`padless verify` as well.
+Every artefact gets a new virtual environment of its own, where pip installs it with its dependencies, the sdist after
+building it, and runs outside of the tree. Nothing is downloaded: dependencies are wheels without contents that lead to
+what the environment that runs this has. With --index they come from the index, in the versions of constraints.txt. Where
+there is a GPU the wheel runs `padless verify` as well.
 """
 
 from __future__ import annotations
@@ -22,10 +21,14 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import tomllib
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
@@ -40,13 +43,11 @@ torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
 """
 
 
-def run(*command: str | Path, cwd: Path, timeout: float = 300) -> str:
+def run(*command: str | Path, cwd: Path, timeout: float = 300, **environment: str) -> str:
     """What a command prints. RuntimeError with all that it said where it fails."""
     unset = ("PYTHONPATH", "PADLESS_CUBINS")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    given = {name: value for name, value in os.environ.items() if name not in unset} | environment
+    done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, timeout=timeout, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -74,19 +75,42 @@ def wheel_of(sdist: Path, folder: Path) -> Path:
     return build("wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
 
 
-def use(artefact: Path, folder: Path, index: bool) -> list[dict[str, Any]]:
-    """Installs a wheel, or with index an sdist, into a new environment in folder, with its dependencies from the index
-    or by a path, and uses it. Returns the GPUs that it sees. RuntimeError where something fails.
+def stand_in(name: str, folder: Path) -> None:
+    """Writes a wheel of the package's version that is here, without contents: installed, it leads here."""
+    found = metadata.distribution(name)
+    stem = f"{name.replace('-', '_')}-{found.version}"
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {found.version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: padless\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "entry_points.txt": found.read_text("entry_points.txt") or "",  # setuptools finds its commands by them
+        "RECORD": "",
+    }
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}.pth", sysconfig.get_path("purelib") + "\n")
+        for file, text in about.items():
+            wheel.writestr(f"{stem}.dist-info/{file}", text)
+
+
+def stand_ins(folder: Path) -> dict[str, str]:
+    """Stand-ins for what padless, its command and its build require. Returns the variables that make pip take packages
+    from the folder alone.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needs = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    for need in (*needs, *project["project"]["optional-dependencies"]["cli"]):
+        stand_in(Requirement(need).name, folder)
+    return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+
+
+def use(artefact: Path, folder: Path, **index: str) -> list[dict[str, Any]]:
+    """Installs a wheel or an sdist into a new environment in folder, and uses it. index: variables that tell pip where
+    packages come from. Returns the GPUs that it sees. RuntimeError where something fails.
     """
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
     install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check")
-    if index:
-        run(*install, "-c", ROOT / "constraints.txt", f"{artefact}[cli]", cwd=folder, timeout=1800)
-    else:
-        (site,) = (folder / "lib").glob("python*/site-packages")
-        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        run(*install, "--no-deps", "--no-index", "--ignore-installed", artefact, cwd=folder)
+    run(*install, f"{artefact}[cli]", cwd=folder, timeout=1800, **index)
     where = Path(run(python, "-c", "import padless; print(padless.__file__)", cwd=folder).strip())
     if not where.is_relative_to(folder):
         raise RuntimeError(f"{artefact.name} was installed, and {where} is imported")
@@ -116,8 +140,9 @@ def main(arguments: list[str]) -> None:
         if names[0] != names[1]:
             raise RuntimeError(f"the sdist's wheel differs in {sorted(set(names[0]) ^ set(names[1]))}")
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=folder)
-        gpus = use(wheel, folder / "wheel", index)
-        use(sdist if index else again, folder / "sdist", index)
+        taken = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")} if index else stand_ins(folder / "index")
+        gpus = use(wheel, folder / "wheel", **taken)
+        use(sdist, folder / "sdist", **taken)
         if gpus:
             run(folder / "wheel" / "bin" / "padless", "verify", "--out", folder / "record", cwd=folder, timeout=1800)
     for artefact in (wheel, sdist):

@@ -7,17 +7,21 @@ import os
 import re
 import subprocess
 import sys
+import venv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
+import check_wheels
 from padless.emulator import Emulator
 from padless.emulator.annotation import annotation, escaped
 from padless.emulator.order.reports import Report
 from support.emulator_cuda import compile_ptx
 from support.ragged import ROOT
+from support.recipes import copied
 
 EXAMPLE = ROOT / "docs" / "ptx_emulate"
 PAGE = (ROOT / "docs" / "ptx_emulate.md").read_text()
@@ -119,21 +123,41 @@ def test_a_report_becomes_an_annotation_of_its_line(tmp_path: Path, monkeypatch:
     assert escaped("a:b", ":") == "a%3Ab"
 
 
+ACTION = ".github/actions/ptx-emulate"
+DEFINITION = yaml.safe_load((ROOT / ACTION / "action.yml").read_text())
+INSTALL, EMULATE = DEFINITION["runs"]["steps"]
+
+
+def as_a_runner(step: dict[str, Any], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
+    return subprocess.run(shell, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+
+
 def action(folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
-    """The action's step, as a runner would run it; `ptx-emulate` is that of this tree."""
-    definition = yaml.safe_load((ROOT / ".github/actions/ptx-emulate/action.yml").read_text())
-    assert definition["runs"]["using"] == "composite"
-    (step,) = [step for step in definition["runs"]["steps"] if "env" in step]
-    names = {value: name for name, text in step["env"].items() for value in re.findall(r"inputs\.(\w+)", text)}
-    assert set(names) == set(definition["inputs"])
+    """The action's second step; `ptx-emulate` is that of this tree."""
+    assert DEFINITION["runs"]["using"] == "composite"
+    names = {value: name for name, text in EMULATE["env"].items() for value in re.findall(r"inputs\.(\w+)", text)}
+    assert set(names) == set(DEFINITION["inputs"])
     command = folder / "bin" / "ptx-emulate"
     command.parent.mkdir(exist_ok=True)
     command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT / "src"} exec {sys.executable} -m padless.emulator "$@"\n')
     command.chmod(0o755)
     given = {names[name]: inputs.get(name, "") for name in names}
-    environment = {**os.environ, **given, "PATH": f"{command.parent}:{os.environ['PATH']}"}
-    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]]
-    return subprocess.run(shell, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    return as_a_runner(EMULATE, folder, {**os.environ, **given, "PATH": f"{command.parent}:{os.environ['PATH']}"})
+
+
+def test_the_action_installs_the_command(tmp_path: Path) -> None:
+    """Its first step, in a new environment, from a folder that stands for the index."""
+    tree, commands = copied(tmp_path / "tree"), tmp_path / "environment" / "bin"
+    venv.create(commands.parent, with_pip=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= check_wheels.stand_ins(tmp_path / "index")
+    environment |= {"PATH": f"{commands}:{os.environ['PATH']}", "GITHUB_ACTION_PATH": str(tree / ACTION)}
+    done = as_a_runner(INSTALL, tmp_path, environment)
+    assert done.returncode == 0, done.stderr
+    found = as_a_runner({"run": "command -v ptx-emulate && ptx-emulate --help"}, tmp_path, environment)
+    assert found.stdout.startswith(f"{commands}/ptx-emulate\n"), found.stderr
+    assert "--launch" in found.stdout
 
 
 def test_the_action_annotates_the_line_of_a_launch_files_kernel(folder: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ import pytest
 import docs_hooks
 import padless
 from support.ragged import ROOT
+from support.recipes import copied, make
 
 DOCS = ROOT / "docs"
 RECORDED = re.compile(r"\d{4}-\d{2}-\d{2}-")  # pages that a tool wrote on the day of a run
@@ -33,7 +35,7 @@ needs_mkdocs = pytest.mark.skipif(
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """What `make docs` runs, for the mkdocs.yml of ``root``."""
+    """The recipe of `make docs` for the mkdocs.yml of ``root``."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=root,
@@ -91,14 +93,14 @@ MIKE = Path(sys.executable).with_name("mike")
 
 @pytest.mark.skipif(not MIKE.exists(), reason="versions of the site need mike, as make installs")
 def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
-    """The recipe of `make site`, for main, a release and main again: whoever opens the site gets the release."""
-    small_tree(tmp_path)
-    names = {f"GIT_{who}_{what}": f"a@b.{what}" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    environment = {**os.environ, **names, "HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
+    """For main, a release and main again: whoever opens the site gets the release."""
+    shutil.copy(ROOT / "Makefile", small_tree(tmp_path))
+    environment = {f"GIT_{who}_{what}": f"a@b.{what}" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    environment |= {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}
 
     def run(command: str) -> str:
         done = subprocess.run(
-            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
+            command, shell=True, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -106,11 +108,7 @@ def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
     run("git init -q -b main && git add -A && git commit -qm start")
     run("git init -q --bare origin.git && git remote add origin origin.git")
     for version in ("main", "v0.1.0", "main"):
-        recipe = subprocess.run(
-            ["make", "--no-print-directory", "-n", "-o", ".venv/.installed-dev", "site", f"VERSION={version}", "PUSH=1"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-        run(recipe.replace(f"{ROOT}/.venv/bin", str(MIKE.parent)))
+        make(tmp_path, "site", f"VERSION={version}", "PUSH=1", **environment)
         if version == "main":
             expected = "latest" if "v0.1.0/" in run("git ls-tree -d --name-only gh-pages | sed s,$,/,") else "main"
             assert f"url={expected}/" in run("git show gh-pages:index.html").replace("&#47;", "/")
@@ -122,17 +120,17 @@ def test_versions_of_the_site_stand_next_to_each_other(tmp_path):
 
 @needs_mkdocs
 def test_the_site_builds_without_a_warning_and_has_every_public_name(tmp_path):
-    built = build(ROOT, tmp_path)
-    assert built.returncode == 0, built.stderr
-    assert "WARNING" not in built.stderr
-    reference = (tmp_path / "api.html").read_text()
+    tree = copied(tmp_path / "tree")
+    assert "WARNING" not in make(tree, "docs")
+    site = tree / "site"
+    reference = (site / "api.html").read_text()
     missing = [name for name in padless.__all__ if f'id="padless.{name}"' not in reference]
     assert not missing
     assert "Multiplies every group's rows" in reference, "docstrings are read"
-    assert "To add a kernel" in (tmp_path / "contributing.html").read_text()
-    assert dead_ends(tmp_path) == []
-    assert 'src="measured/overview.png"' in (tmp_path / "index.html").read_text(), "the first page has the figure"
-    assert len(json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]) > 100
+    assert "To add a kernel" in (site / "contributing.html").read_text()
+    assert dead_ends(site) == []
+    assert 'src="measured/overview.png"' in (site / "index.html").read_text(), "the first page has the figure"
+    assert len(json.loads((site / "search" / "search_index.json").read_text())["docs"]) > 100
 
 
 def small_tree(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -17,26 +16,38 @@ import yaml
 import check_wheels
 import padless
 from support.ragged import ROOT
+from support.recipes import copied, make
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-# A step that is no command of the tree's own: what goes to the index, without the bill of materials.
+# What goes to the index: all but the bill of materials.
 PUBLISH = "mkdir -p packages && mv dist/*.whl dist/*.tar.gz packages/"
-# Commands of the workflows, without what their variables are set to, by what else runs their recipe: .ci/run, a test
-# that is no slow one, or nothing, and why.
-CI, NOTHING = ".ci/run", "nothing: "
+# Commands of the workflows, without what their variables are set to, by what else runs them: .ci/run, a test, or
+# nothing, and why.
+CI, SLOW, NOTHING = ".ci/run", "slow: ", "nothing: "
 RUN_BY = {
-    "wheels": CI,
-    "wheels INDEX": NOTHING + "gigabytes of torch, from an index",
-    "quick": CI,  # its tests are among those of make test
-    "docs": "test_the_site_builds_without_a_warning_and_has_every_public_name",
-    "site VERSION PUSH": "test_versions_of_the_site_stand_next_to_each_other",
-    "sbom TAG": "test_the_bill_of_materials_has_every_package_that_padless_needs",
-    "cubins TRITON": "test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found",
-    "dev": CI,
-    "test-all PART": NOTHING + "hours",
-    "torch TORCH": NOTHING + "gigabytes of another torch",
-    "audit": NOTHING + "it needs a network",
-    "verify OUT": NOTHING + "it needs a GPU",
+    "bash .ci/run": CI,
+    "make wheels": CI,
+    "make wheels INDEX": SLOW + "test_wheels_take_their_dependencies_from_an_index",
+    "make quick": "test_make_runs_the_tests_of_a_part",
+    "make test-all PART": "test_make_runs_the_tests_of_a_part",
+    "make docs": "test_the_site_builds_without_a_warning_and_has_every_public_name",
+    "make site VERSION PUSH": "test_versions_of_the_site_stand_next_to_each_other",
+    "make sbom TAG": "test_the_bill_of_materials_has_every_package_that_padless_needs",
+    "make cubins TRITON": "test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found",
+    "make dev": CI,
+    "make torch TORCH": "test_another_torch_is_asked_of_pip",
+    PUBLISH: "test_what_is_published_are_the_packages_alone",
+    "make audit": NOTHING + "PyPI's advisories are asked of a server, and what they say changes from day to day",
+    "make verify OUT": NOTHING + "it needs a GPU; where one is, .ci/run runs `padless verify` of the wheel",
+}
+# Actions, which are no commands of this tree: why each is run by GitHub's runner alone.
+ONLY_THERE = {
+    "actions/checkout": "it takes the tree from GitHub's server with the run's own token",
+    "actions/setup-python": "it puts a Python of the runner's image in front of the others",
+    "actions/upload-artifact": "it hands files to the service that keeps a run's artefacts",
+    "actions/download-artifact": "it takes them from that service",
+    "actions/attest-build-provenance": "it signs with the identity that GitHub gives to a run",
+    "pypa/gh-action-pypi-publish": "PyPI trusts that identity only, and what is published stays",
 }
 TARGET = re.compile(r"make ([a-z-]+)((?: [A-Z]+=(?:\"[^\"]*\"|\S+|\$\{\{ [^}]+ \}\}))*)")
 
@@ -89,23 +100,79 @@ def test_every_command_of_a_workflow_is_one_of_the_trees() -> None:
     assert refused.returncode != 0
 
 
+def without_values(command: str) -> str:
+    """`make sbom TAG=v1` as RUN_BY names it."""
+    found = TARGET.fullmatch(command)
+    return command if found is None else " ".join(["make", found[1], *re.findall(r"([A-Z]+)=", found[2])])
+
+
 def test_every_command_of_a_workflow_is_run_elsewhere_or_says_why_not() -> None:
-    commands = {step["run"] for step in steps() if "run" in step} - {PUBLISH, "bash .ci/run"}
-    found = [match for command in commands if (match := TARGET.fullmatch(command))]
-    assert {" ".join([match[1], *re.findall(r"([A-Z]+)=", match[2])]) for match in found} == set(RUN_BY)
+    assert {without_values(step["run"]) for step in steps() if "run" in step} == set(RUN_BY)
     script, makefile = ((ROOT / name).read_text() for name in (".ci/run", "Makefile"))
     needed = {
         each for line in re.findall(r"^(?:test|wheels|lint): (.*)$", makefile, re.MULTILINE) for each in line.split()
     }
     texts = [path.read_text() for path in found_tests()]
     for command, runner in RUN_BY.items():
+        _, target, *variables = command.split() if command.startswith("make ") else ("", "")
         if runner == CI:
-            assert f"make {command}" in script or (command == "dev" and "$(DEV)" in needed) or command == "quick"
+            assert f"make {target}" in script or (target == "dev" and "$(DEV)" in needed) or command == "bash .ci/run"
         elif not runner.startswith(NOTHING):
-            (decorators,) = [
-                each for text in texts for each in re.findall(rf"((?:^@.*\n)*)^def {runner}\(", text, re.M)
-            ]
-            assert "slow" not in decorators, f"{command}: {runner} is not run every time"
+            name = runner.removeprefix(SLOW)
+            ((before, after),) = [text.split(start) for text in texts if (start := f"\ndef {name}(") in text]
+            decorators, body = before[before.rindex("\n\n") :], re.split(r"\n(?=[@\w])", after)[0]
+            assert ("slow" in decorators) == runner.startswith(SLOW), f"{command}: {runner} is not run every time"
+            assert re.search(rf'\bmake\([^)]*"{target}"' if target else "PUBLISH", body), f"{command}: not by {name}"
+            assert all(f'"{variable}=' in body for variable in variables), f"{command}: not by {name}"
+
+
+def test_every_action_of_a_workflow_says_why_nothing_else_runs_it() -> None:
+    assert {step["uses"].partition("@")[0] for step in steps() if "uses" in step} == set(ONLY_THERE)
+
+
+def test_actions_take_the_folders_that_commands_write() -> None:
+    for path in WORKFLOWS:
+        for job in jobs(path).values():
+            for step in job["steps"]:
+                given = step.get("with", {})
+                for folder in (given[name] for name in ("path", "subject-path", "packages-dir") if name in given):
+                    commands = [each["run"] for each in job["steps"] if "run" in each]
+                    assert folder.startswith("dist") or any(
+                        f"OUT={folder}" in command or f"mkdir -p {folder} " in command for command in commands
+                    ), step
+
+
+# --- commands of the workflows ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copied(tmp_path_factory.mktemp("copy") / "tree")
+
+
+def test_make_runs_the_tests_of_a_part(tree: Path) -> None:
+    """What chooses tests and records them, without lint, which .ci/run runs."""
+    part, small = "runtime/test_disk_cache.py", "WORKERS=0"
+    assert re.search(r"^\d+ passed", make(tree, "-o", "lint", "test-all", f"PART=tests/{part}", small), re.MULTILINE)
+    assert json.loads((tree / ".pytest_cache" / "record" / "tests.json").read_text())
+    assert re.search(r"^\d+ passed", make(tree, "quick", f"CHECKED={part}", small), re.MULTILINE)
+
+
+def test_another_torch_is_asked_of_pip(tree: Path) -> None:
+    """The version that is here is there already; another would be installed."""
+    make(tree, "torch", "TORCH=" + metadata.version("torch").partition("+")[0])
+    with pytest.raises(RuntimeError, match=r"No matching distribution found for torch==0\.0\.1"):
+        make(tree, "torch", "TORCH=0.0.1")
+
+
+@pytest.mark.slow
+def test_wheels_take_their_dependencies_from_an_index(tree: Path, tmp_path: Path) -> None:
+    """In the versions of constraints.txt; the index is a folder."""
+    index = check_wheels.stand_ins(tmp_path / "index")
+    assert make(tree, "wheels", "INDEX=1", **index).count("installs and runs on its own") == 2
+    (tmp_path / "index" / f"typer-{metadata.version('typer')}-py3-none-any.whl").unlink()
+    with pytest.raises(RuntimeError, match="Cannot install padless"):
+        make(tree, "wheels", "INDEX=1", **index)
 
 
 def test_the_tests_of_make_quick_are_there() -> None:
@@ -192,12 +259,9 @@ def test_the_citation_has_this_version() -> None:
     assert {"cff-version", "message", "title", "authors", "license"} <= set(found)
 
 
-def test_the_bill_of_materials_has_every_package_that_padless_needs(tmp_path: Path) -> None:
-    out = tmp_path / "dist" / "padless.cdx.json"
-    command = [sys.executable, str(ROOT / "tools" / "sbom.py"), str(out)]
-    done = subprocess.run([*command, "--tag", f"v{padless.__version__}"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
+def test_the_bill_of_materials_has_every_package_that_padless_needs(tree: Path) -> None:
+    make(tree, "sbom", f"TAG=v{padless.__version__}")
+    found = json.loads((tree / "dist" / "padless.cdx.json").read_text())
     assert (found["bomFormat"], found["specVersion"]) == ("CycloneDX", "1.5")
     parts = {part["name"]: part for part in found["components"]}
     assert {"torch", "numpy", "nvidia-cuda-nvrtc"} <= set(parts), "what padless names"
@@ -206,9 +270,8 @@ def test_the_bill_of_materials_has_every_package_that_padless_needs(tmp_path: Pa
     for name, part in parts.items():
         assert part["version"] == metadata.version(name)
         assert part["licenses"][0]["license"]["name"]
-    refused = subprocess.run([*command, "--tag", "v9.9"], capture_output=True, text=True, check=False)
-    assert refused.returncode != 0
-    assert "v9.9" in refused.stderr
+    with pytest.raises(RuntimeError, match=r"v9\.9"):
+        make(tree, "sbom", "TAG=v9.9")
 
 
 @pytest.mark.slow
@@ -228,4 +291,4 @@ def test_a_wheel_that_lacks_files_is_refused(tmp_path: Path, lost: str, message:
         for name in kept:
             target.writestr(name, source.read(name))
     with pytest.raises(RuntimeError, match=message):
-        check_wheels.use(less, tmp_path / "environment", index=False)
+        check_wheels.use(less, tmp_path / "environment", **check_wheels.stand_ins(tmp_path / "index"))

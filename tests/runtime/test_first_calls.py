@@ -111,6 +111,26 @@ def test_no_first_call_of_many_tokens_compiles(model: str, format: str, gpu: Gpu
     check(model, format, gpu, 2100, 12)
 
 
+def test_what_holds_for_a_few_numbers_between_two_is_met() -> None:
+    def tile(number: int) -> str:
+        return "small" if number < 1009 else "middle" if number < 1017 else "large"
+
+    found = build_cubins.at_every_change([1, 992, 1023, 2048], tile)
+    assert set(found.values()) == {"small", "middle", "large"}
+    assert {1008, 1009, 1016, 1017} <= set(found)
+    assert len(found) < 20
+    assert list(build_cubins.at_every_change([1, 992], tile)) == [1, 992], "nothing changes between them"
+
+
+def test_a_tile_of_few_numbers_of_tokens_is_there() -> None:
+    """1009 to 1016 tokens of this layer have a tile of their own, and none of them is rehearsed for its own sake."""
+    (model, format), gpu = ("Qwen3-30B", "MXFP8"), GPUS[1]
+    assert not {*range(1009, 1017)} & {*build_cubins.rehearsed(1040)}
+    first = first_calls(model, format, gpu, [1012])
+    assert not first <= first_calls(model, format, gpu, [1008, 1017]), "it has none any more: take other numbers"
+    assert first <= in_package(build_cubins.asked_of_model(model, gpu, 1040, format), gpu)
+
+
 def test_a_rehearsal_keeps_no_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rehearsals of thousands of tokens would fill the memory."""
     made: list[weakref.ref[torch.Tensor]] = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import subprocess
+import re
 import sys
 import warnings
 import zipfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 import setuptools
 
 import build_cubins
+import check_wheels
 from padless.runtime import jit, nvrtc, shipped
 from padless.testing.compile_ahead import Gpu
+from support.recipes import copied, make
 
 PRELUDE = '#define KINDS "e4m3.e4m3"\n#define WGMMA_K "32"\n#define TRANSPOSES ""\n'
 SMALL = jit.Kernel("wgmma_probe/wgmma_probe.cu", PRELUDE, "sm_90a", "cubin")
@@ -138,15 +140,14 @@ def test_rehearsals_of_layers_find_kernels_of_both_products() -> None:
 def test_the_tool_compiles_what_a_layer_asks_for_and_the_package_is_found(
     process: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The recipe of `make cubins` for the layer of one token: its wheel has the kernels, and no compiler is needed."""
-    source, out = tmp_path / "cubins", tmp_path / "site"
-    build_cubins.main([str(source), "--model", "Qwen3-30B", "--arch", "sm_90a", "--tokens", "1"])
-    code = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("padless_cubins-*.whl")
+    """`make cubins` for the layer of one token: its wheel has the kernels, and no compiler is needed."""
+    tree, out, triton = copied(tmp_path / "tree"), tmp_path / "site", metadata.version("triton")
+    check_wheels.stand_in("triton", tmp_path / "index")
+    of_one = "CUBINS=--model Qwen3-30B --format FP8_BLOCK --arch sm_90a --tokens 1"
+    said = make(tree, "cubins", of_one, f"TRITON={triton}", PIP_FIND_LINKS=str(tmp_path / "index"))
+    assert re.search(rf"^0 kernels and \d+ of Triton {re.escape(triton)} to compile", said, re.MULTILINE), "added"
+    (wheel,) = (tree / "dist").glob("padless_cubins-*.whl")
     zipfile.ZipFile(wheel).extractall(out)
-    if importlib.util.find_spec("twine"):
-        subprocess.run([sys.executable, "-m", "twine", "check", "--strict", str(wheel)], check=True)
     process.syspath_prepend(str(out))
     process.setenv("PADLESS_CACHE_DIR", str(tmp_path / "empty"))
     forget(process)
