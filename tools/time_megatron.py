@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ class Problem:
         assert self.x.grad is not None
         found = {"out": out, "x": self.x.grad, "router": layer.router.weight.grad}
         for weight, parts in weights_of(layer).items():
-            grads = [part.grad for part in parts]
+            grads: list[Any] = [part.grad for part in parts]
             found[weight] = torch.stack(grads) if len(grads) > 1 else grads[0]
         return found
 
