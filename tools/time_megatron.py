@@ -161,7 +161,7 @@ def measure(sizes: Sequence[int], tokens: int, timer: Timer, device: str = "cuda
         off = {what: float((found[what] - t).float().norm() / t.float().norm()) for what, t in wanted.items()}
         record["off"][name] = off
         if all(value <= LIMITS[name] for value in off.values()):
-            right[name] = lambda name=name: problem.step(name)
+            right[name] = partial(problem.step, name)
         else:
             record["wrong"][name] = f"is wrong: off by {off}, allowed {LIMITS[name]}"
         print(f"{tokens} tokens, {name}: off by at most {max(off.values()):.4f}", flush=True)
