@@ -23,6 +23,7 @@ from support import torchtitan_seam
 
 HAS_TITAN = find_spec("torchtitan") is not None
 PLUGIN = "padless.integrations.torchtitan_exchange"
+EXPERTS = "padless.integrations.torchtitan"
 E, K, D, F = 6, 2, 128, 96
 TOKENS = (9, 5)
 NAMES = ["out", "x", "scores", "w1", "w2", "w3"]
@@ -34,7 +35,8 @@ def _seam() -> Iterator[None]:
         if not HAS_TITAN:
             torchtitan_seam.install(patch)
         yield
-        sys.modules.pop(PLUGIN, None)
+        for name in (PLUGIN, EXPERTS):
+            sys.modules.pop(name, None)
 
 
 def titan(name: str) -> Any:
@@ -54,10 +56,11 @@ def drawn(rank: int) -> SimpleNamespace:
     return SimpleNamespace(x=x, ids=ids, scores=scores, dout=dout, weights=weights)
 
 
-def experts_of(p: SimpleNamespace, rank: int, size: int) -> Any:
-    """This rank's experts, torchtitan's class."""
+def experts_of(p: SimpleNamespace, rank: int, size: int, fp8: bool = False) -> Any:
+    """This rank's experts, torchtitan's class, or the one that the override `fp8_experts` puts in its place."""
     own = slice(rank * E // size, (rank + 1) * E // size)
-    module = titan("moe").GroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E // size).build()
+    config = titan("moe").GroupedExperts.Config(dim=D, hidden_dim=F, num_experts=E // size)
+    module = (importlib.import_module(EXPERTS).fp8_experts(config) if fp8 else config).build()
     with torch.no_grad():
         for name, w in p.weights.items():
             getattr(module, name).copy_(w[own])
@@ -89,7 +92,7 @@ def dense(size: int) -> list[list[torch.Tensor]]:
     return [[*f, *(w.grad[r * half : (r + 1) * half] for w in weights)] for r, f in enumerate(found)]
 
 
-def differences(rank: Rank, bug: str = "") -> dict[str, dict[str, float]]:
+def differences(rank: Rank, bug: str = "", fp8: bool = False) -> dict[str, dict[str, float]]:
     """Relative error of each result against float64, and against torchtitan's own dispatcher where it is there."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_TITAN:
@@ -107,7 +110,7 @@ def differences(rank: Rank, bug: str = "") -> dict[str, dict[str, float]]:
         config = plugin.expert_parallel(given, hidden_dim=D, num_max_tokens_per_rank=max(TOKENS))
         mine = plugin.PadlessTokenDispatcher(config)
         mine.wire_meshes(ep_mesh=mesh)
-        results = stepped(mine, p, experts_of(p, rank.rank, rank.size))
+        results = stepped(mine, p, experts_of(p, rank.rank, rank.size, fp8))
         wanted = {"float64": dense(rank.size)[rank.rank]}
         if HAS_TITAN:
             theirs = titan("token_dispatcher").AllToAllTokenDispatcher
@@ -141,7 +144,8 @@ def alone(rank: Rank) -> list[list[torch.Tensor]]:
 
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    """A step near float64 and near torchtitan's all-to-all; weights left out and wrong counts are found."""
+    """A step near float64 and near torchtitan's all-to-all, with FP8 experts too; weights left out and wrong counts are
+    found."""
     with RankPool(2, cuda=False, backend="collective") as pool:
         for found in raise_first(pool.call(differences, timeout_s=90)):
             assert set(found) == ({"float64", "torchtitan"} if HAS_TITAN else {"float64"})
@@ -150,6 +154,8 @@ def test_two_ranks() -> None:
         for bug in ("unweighted", "counts"):
             found = raise_first(pool.call(differences, bug, timeout_s=90))
             assert all(f["float64"]["out"] > 0.1 for f in found), bug
+        for found in raise_first(pool.call(differences, "", True, timeout_s=90)):  # both overrides
+            assert all(0.03 < e < 0.1 for errors in found.values() for e in errors.values()), found
 
 
 def test_one_rank() -> None:
@@ -180,5 +186,8 @@ def test_the_override() -> None:
             token_dispatcher=dispatchers.AllToAllTokenDispatcher.Config(num_experts=E, top_k=K),
         )
         sizes = {"hidden_dim": D, "num_max_tokens_per_rank": 9}
-        apply_overrides(OverrideConfig(imports=[(f"{PLUGIN}.expert_parallel", sizes)]), tree)
-        assert isinstance(tree.build().token_dispatcher, plugin.PadlessTokenDispatcher)
+        both = [f"{EXPERTS}.fp8_experts", (f"{PLUGIN}.expert_parallel", sizes)]
+        assert len(apply_overrides(OverrideConfig(imports=both), tree)) == 2
+        built = tree.build()
+        assert isinstance(built.token_dispatcher, plugin.PadlessTokenDispatcher)
+        assert type(built.inner_experts).__name__ == "PadlessGroupedExperts"
