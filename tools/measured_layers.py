@@ -112,11 +112,13 @@ def ep_section(found: Measured) -> list[str]:
         f"**Experts on several GPUs** ({found.link}; {found.medians}; the slowest rank's time): bf16 tokens to "
         "quantized rows sorted by expert, products' rows back to tokens, and the whole layer, against NCCL's "
         "all_to_all with the passes around it, torchtitan's MinimalAsyncEP (both BSD-3-Clause) and DeepEP's first "
-        "version (MIT).",
+        "version (MIT). The table without peers has what was predicted, how far that is from what was measured, and by "
+        "how much the slowest rank is over the mean, in percent.",
         failure_sentence(found.points),
     )
-    *directions, steps = ep.tables(found.points, found.sessions, 0)
-    return [text, *map(markdown, directions), "Its steps, and GB/s over the link:", markdown(steps)]
+    *against, steps, sent = ep.tables(found.points, found.sessions, 0)
+    parts = "Its parts; gradients on their way, sums of slots, and GB/s over the link:"
+    return [text, *map(markdown, against), parts, markdown(steps), markdown(sent)]
 
 
 def _peers(found: Measured) -> str:

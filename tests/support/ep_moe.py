@@ -17,7 +17,17 @@ from padless.moe import Router, moe, topk
 from padless.nn import Experts
 from padless.testing.exchange import Problem
 from padless.verify.ranks.exchange import Ranks
-from padless.verify.ranks.layers import FORWARD, HIDDEN, INTERMEDIATE, TOP_K, assert_bits, drawn, poison_rows, quantized
+from padless.verify.ranks.layers import (
+    FORWARD,
+    HIDDEN,
+    INTERMEDIATE,
+    TOP_K,
+    assert_bits,
+    drawn,
+    named,
+    poison_rows,
+    quantized,
+)
 
 
 def parts_of(ids: torch.Tensor, p: Problem) -> list[torch.Tensor]:
@@ -60,9 +70,9 @@ def moe_forward(ranks: Ranks) -> None:
         if isinstance(sent, torch.dtype):
             poison_rows(ep)
         x, ids, weight = ranks.own(p)
-        all_of_them = quantized(weights, every, fmt, ranks) | by_expert
+        all_of_them = named(weights, every, fmt, ranks) | by_expert
         parts = [moe(x, part, weight, **all_of_them, **options) for part in parts_of(ids, p)]
-        mine = quantized(weights, here, fmt, ranks)
+        mine = named(weights, here, fmt, ranks)
         mine |= {name: t[here] for name, t in by_expert.items()}
         got = moe(x, ids, weight, **mine, **options, ep=ep, num_experts=len(every))
         case = f"{fmt.name} weights, rows in {getattr(sent, 'name', sent)}, {given}"
@@ -98,7 +108,7 @@ def moe_gradients(ranks: Ranks) -> None:
         def leaves(x: torch.Tensor = x, weight: torch.Tensor = weight) -> list[torch.Tensor]:
             return [x.clone().requires_grad_(), weight.clone().requires_grad_()]
 
-        w13, w2 = quantized(weights, every, FP8_BLOCK, ranks).values()
+        w13, w2 = quantized(weights, every, FP8_BLOCK, ranks)
         found = []
         for part in parts_of(ids, p):
             given = leaves()
@@ -109,7 +119,7 @@ def moe_gradients(ranks: Ranks) -> None:
         mine = leaves()
         shared.requires_grad_()
         out = moe(
-            mine[0], ids, mine[1], **quantized(weights, here, FP8_BLOCK, ranks), gate_up=gate_up, shared=shared, ep=ep
+            mine[0], ids, mine[1], *quantized(weights, here, FP8_BLOCK, ranks), gate_up=gate_up, shared=shared, ep=ep
         )
         assert_bits(out, (want_out.float() + shared.float()).to(dtype), f"{dtype}, {gate_up}: out")
         out.backward(dout)
@@ -117,7 +127,7 @@ def moe_gradients(ranks: Ranks) -> None:
             assert_bits(leaf.grad, wanted, f"{dtype}, {gate_up}: {name}")
         assert_bits(shared.grad, dout, "shared")
         small = leaves()
-        its = moe(small[0], ids, small[1], **quantized(weights, here, FP8_BLOCK, ranks), gate_up=gate_up, ep=ep)
+        its = moe(small[0], ids, small[1], *quantized(weights, here, FP8_BLOCK, ranks), gate_up=gate_up, ep=ep)
         its.backward(dout * 2.0**-48)
         for name, leaf, other in zip(("x", "weights"), mine, small, strict=True):
             assert_bits(other.grad, leaf.grad * 2.0**-48, f"{dtype}, {gate_up}: {name} of a small gradient")
@@ -137,8 +147,8 @@ def moe_errors(ranks: Ranks) -> None:
     every, here = list(range(2 * ranks.size)), list(range(ranks.rank, 2 * ranks.size, ranks.size))
     ep, plain = ranks.make(p, fmt=FP8_BLOCK), ranks.make(p, fmt=torch.bfloat16)
     x, ids, weight = ranks.own(p)
-    w, nvfp4 = (tuple(quantized(weights, here, fmt, ranks).values()) for fmt in (FP8_BLOCK, NVFP4))
-    w_every = tuple(quantized(weights, every, FP8_BLOCK, ranks).values())
+    w, nvfp4 = (quantized(weights, here, fmt, ranks) for fmt in (FP8_BLOCK, NVFP4))
+    w_every = quantized(weights, every, FP8_BLOCK, ranks)
     grad = x.clone().requires_grad_()
     each = torch.ones(len(here), device=ranks.device)
     refused: tuple[tuple[tuple, dict[str, Any], str], ...] = (

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from padless.distributed import ExpertParallel
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4
+from padless.formats import FP8_BLOCK, MXFP4, MXFP8, NVFP4, BlockScaledTensor
 from padless.moe import moe
 from padless.nn import DelayedWgrad, Experts, Recipe
 from padless.quantization.quantize import quantize
@@ -57,10 +57,14 @@ def drawn(ranks: Ranks, seed: int, dtype: torch.dtype) -> tuple[Problem, list[to
     return p, weights, torch.randn((len(p.tokens[ranks.rank]), HIDDEN), generator=generator).to(ranks.device, dtype)
 
 
-def quantized(weights: list[torch.Tensor], experts: list[int], fmt: Any, ranks: Ranks) -> dict[str, Any]:
+def quantized(weights: list[torch.Tensor], experts: list[int], fmt: Any, ranks: Ranks) -> list[BlockScaledTensor]:
     """Codes of w13 and w2 of these experts."""
-    codes = [quantize(w[experts].to(ranks.device), fmt, kind="weight") for w in weights]
-    return {"w13": codes[0], "w2": codes[1]}
+    return [quantize(w[experts].to(ranks.device), fmt, kind="weight") for w in weights]
+
+
+def named(weights: list[torch.Tensor], experts: list[int], fmt: Any, ranks: Ranks) -> dict[str, Any]:
+    """The same as arguments of `moe`."""
+    return dict(zip(("w13", "w2"), quantized(weights, experts, fmt, ranks), strict=True))
 
 
 def assert_bits(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
@@ -121,8 +125,8 @@ def check_slots(ranks: Ranks) -> None:
         x, ids, weight = ranks.own(p)
         if number % 2:
             weight = weight.to(torch.bfloat16)
-        one: dict[str, Any] = quantized(weights, every, fmt, ranks) | by_expert | options
-        part: dict[str, Any] = quantized(weights, here, fmt, ranks) | options
+        one = named(weights, every, fmt, ranks) | by_expert | options
+        part = named(weights, here, fmt, ranks) | options
         part |= {name: t[here] for name, t in by_expert.items()}
         for more in dict[str, Any](), dict[str, Any](shared=shared):
             case = f"{fmt.name} weights, rows in {getattr(sent, 'name', sent)}, {p.expert_map}, {list(more)}"
@@ -152,7 +156,7 @@ def check_slot_gradients(ranks: Ranks) -> None:
             return [out.detach(), *(t.grad for t in given)]
 
         def served(chosen: list[int], weights: Any = weights, **more: Any) -> Any:
-            w = quantized(weights, chosen, FP8_BLOCK, ranks)
+            w = named(weights, chosen, FP8_BLOCK, ranks)
             return lambda x, ids, weight, rows: moe(x, ids, weight, shared=rows, **w, **more)
 
         def trained(recipe: str, chosen: list[int], weights: Any = weights, **more: Any) -> Experts:

@@ -57,6 +57,7 @@ SLEEP_CYCLES = 6_000_000  # three milliseconds, in which the host issues a call
 PROBE = (16, 2048, 768, 64, 8)  # T, H, I, experts, k
 STEP_TOKENS = 1024  # from which on a training step is timed
 STEP_SLEEP_CYCLES = 12_000_000
+PREDICTED = ("dispatch", "combine", "layer", "step")
 STEPS = ("publish", "sort", "fan_out", "send_back", "finish")
 TOLERANCE = 0.1  # of a token, between a layer whose rows were quantized before they were sent and one after
 SUM_TOLERANCE = 0.01  # of a token, between two sums of the same rows in bfloat16
@@ -118,8 +119,8 @@ def predicted(point: EpPoint, gpu: planning.Machine) -> Record:
     """Microseconds of contenders, from a point's sizes and rates of one GPU."""
     e = planning.Exchange(point.ranks, point.tokens, point.hidden, point.experts, point.top_k)
     exchange, layer = planning.predict(e, gpu), planning.predict_layer(e, point.intermediate, gpu)
-    found = {"dispatch": exchange.dispatch, "combine": exchange.combine, "layer": layer.layer, "step": layer.step}
-    return {name: round(us, 1) for name, us in found.items()}
+    found = (exchange.dispatch, exchange.combine, layer.layer, layer.step)
+    return {name: round(us, 1) for name, us in zip(PREDICTED, found, strict=True)}
 
 
 def measure_point(
@@ -400,52 +401,51 @@ def link_rate(record: Record, step: str) -> float | None:
 
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
-    """Times next to the peers' of both directions and of the layer, and the steps with the link's rate."""
+    """Times next to the peers', predictions, and the exchange's parts with the link's rate."""
     point = [
-        table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=8),
+        table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=11),
         table.Column("ranks", text=lambda part: str(part[0]["point"]["ranks"])),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
     ]
     rows = table.by_point(records)
     against = []
-    for name in table.measured(records, ["dispatch", "combine", "layer", "step"]):
+    for name in table.measured(records, list(PREDICTED)):
         columns = [table.time(name)]
-        if any("predicted" in record for record in records):
-            columns += [_predicted_column(name), _error_column(name), _over_mean_column(name)]
         for peer in table.measured(records, [f"{who} {name}" for who in ("nccl", "titan", "deepep")]):
             columns += [table.time(peer), table.ratio(f"{peer} / padless", peer, name, 1, unit="x")]
         against.append(
             table.table_of(f"Expert parallelism: {name}, the slowest rank (us)", [*point, *columns], rows, 1)
         )
+    said = [name for name in PREDICTED if any(name in r.get("predicted", {}) and name in r["gpu"] for r in records)]
+    if said:
+        columns = [column for name in said for column in (_predicted_column(name), _over_mean_column(name))]
+        title = "Predicted (us, and percent from what was measured), and percent of the slowest rank over the mean"
+        against.append(table.table_of(title, [*point, *columns], rows, 1))
     steps = [table.time(name) for name in ("publish", "receive", *STEPS[1:])]
-    steps += [table.time("gradients", "grads"), table.time("gradients in FP8", "in FP8")]
+    sent = [table.time("gradients", "grads"), table.time("gradients in FP8", "in FP8")]
     for name in table.measured(records, ["combine of slots"]):
-        steps += [table.time(name), table.ratio("of slots / combine", name, "combine", 2)]
-    rates = [_rate_column(step) for step in ("fan_out", "send_back", *table.measured(records, ["combine of slots"]))]
+        sent += [table.time(name, "of slots"), table.ratio("/ combine", name, "combine", 2)]
+    sent += [_rate_column(step) for step in ("fan_out", "send_back", *table.measured(records, ["combine of slots"]))]
     return [
         *against,
-        table.table_of("Steps (us), and GB/s over the link in one direction", [*point, *steps, *rates], rows, 1),
+        table.table_of("Steps (us)", [*point, *steps], rows, 1),
+        table.table_of("Gradients, slots (us), and GB/s over the link in one direction", [*point, *sent], rows, 1),
     ]
 
 
 def _predicted_column(name: str) -> table.Column:
-    return table.Column("predicted", text=lambda part: table.number(part[0].get("predicted", {}).get(name), 1))
-
-
-def _error_column(name: str) -> table.Column:
-    """Of the prediction, in percent of what was measured."""
+    """A prediction, and how much it is from what was measured."""
 
     def text(part: table.Records) -> str:
         us, said = part[0]["gpu"].get(name, {}).get("us"), part[0].get("predicted", {}).get(name)
-        return table.number(100 * (said / us - 1) if us and said else None, 0, "+")
+        return f"{said:.1f} {100 * (said / us - 1):+.0f}%" if us and said else "-"
 
-    return table.Column("error %", text=text)
+    return table.Column(name, text=text)
 
 
 def _over_mean_column(name: str) -> table.Column:
-    """By how much the slowest rank is over the mean of all."""
     return table.Column(
-        "slowest rank %", text=lambda part: table.number(part[0]["gpu"].get(name, {}).get("over_mean_percent"), 1, "+")
+        "rank", text=lambda part: table.number(part[0]["gpu"].get(name, {}).get("over_mean_percent"), 1, "+")
     )
 
 
@@ -453,4 +453,4 @@ def _rate_column(step: str) -> table.Column:
     def text(part: table.Records) -> str:
         return table.number(link_rate(part[0], step), 0)
 
-    return table.Column(f"{step} GB/s", text=text)
+    return table.Column(f"{step.removeprefix('combine ')} GB/s", text=text)
