@@ -242,17 +242,19 @@ def predict(problem: Problem, config: Sm100GroupedConfig) -> tuple[float, float]
 
 def grouped_table() -> Iterator[str]:
     """Predictions with the chosen tile, beside the best one, as Markdown."""
-    yield "| problem | tile, CTAs | bound by | predicted, us | with the best tile | speed of light | published, us |"
-    yield "|---" * 7 + "|"
+    after = "with the best tile | speed of light | published, us"
+    yield f"| problem | tile, CTAs | bound by | predicted, us | at {GHZ} GHz, us | {after} |"
+    yield "|---" * 8 + "|"
     for problem in PROBLEMS:
         config = chosen(problem)
         fast, slow = predict(problem, config)
-        bound = call_time(call_of(problem, config), tile_times(problem.fmt, config), B200, B200.clocks_ghz[1]).bound
+        call, times = call_of(problem, config), tile_times(problem.fmt, config)
+        fastest, loaded = (call_time(call, times, B200, ghz) for ghz in (B200.clocks_ghz[1], GHZ))
         best = min(predict(problem, other)[0] for _, other in grouped_configs(problem.fmt))
         published = "-" if problem.published_us is None else f"{problem.published_us:g}"
         yield (
-            f"| {problem.fmt} {problem.name} | {config.tile_m} x {config.tile_n}, {config.cluster} | {bound} | "
-            f"{fast:.1f} to {slow:.1f} | {best:.1f} | {light_us(problem):.1f} | {published} |"
+            f"| {problem.fmt} {problem.name} | {config.tile_m} x {config.tile_n}, {config.cluster} | {fastest.bound} | "
+            f"{fast:.1f} to {slow:.1f} | {loaded.ns / 1e3:.1f} | {best:.1f} | {light_us(problem):.1f} | {published} |"
         )
     yield ""
     yield from contest_table()
@@ -330,7 +332,8 @@ BEFORE = TileTimes(2416.0, 6104.0, {0: 524.0}, {0: 753.0})
 
 def dense_table() -> Iterator[str]:
     """This library's dense kernel beside a published one's final step, by the same clock, as Markdown."""
-    yield "| M = N = K; TFLOP/s, float32 | before | now | the ladder's last | now to that | cuBLAS to that, published |"
+    shown = "before | now | the ladder's last | now to that | cuBLAS to that, published"
+    yield f"| M = N = K; TFLOP/s at {GHZ} GHz, float32 | {shown} |"
     yield "|---" * 6 + "|"
     for size, final, cublas in zip(SIZES, PUBLISHED[-2], (996.05, 2538.40, 2691.93, 2571.48), strict=True):
         config = select_dense(DenseProblem(size, size, size, torch.float32))

@@ -44,7 +44,9 @@ def test_every_route_is_in_the_table_and_nothing_else() -> None:
         wanted = {((p.a, p.b), p.arch, p.name) for p in EVERY if p.operation == operation}
         assert listed == wanted
     for route in EVERY:
-        assert f"| `{route.name}.cu` | {route.accumulation} |" in text
+        page = f"kernels/{route.kernel.split('/')[0]}/index.md"
+        assert f"| [`{route.name}.cu`]({page}) | {route.accumulation} |" in text
+        assert (PAGE.parent / page).is_file()
 
 
 def test_the_named_default_is_the_one_that_is_taken() -> None:

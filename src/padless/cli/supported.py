@@ -12,7 +12,6 @@ _ARCHS = {
     own.name: f"{own.generation} ({', '.join(found.name for found in ARCHITECTURES if found.kernels == own.name)})"
     for own in with_own_kernels()
 }
-_KERNELS = Path(__file__).parents[1] / "kernels"
 _DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
 _SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
 
@@ -44,17 +43,16 @@ def supported_markdown() -> str:
         "",
         "| kernel | accumulation |",
         "|---|---|",
-        *dict.fromkeys(f"| {_page_link(r.name)} | {r.accumulation} |" for r in (*ROUTES, *PLAIN_ROUTES)),
+        *dict.fromkeys(f"| {_page_link(r)} | {r.accumulation} |" for r in (*ROUTES, *PLAIN_ROUTES)),
         "",
         Path(__file__).with_name("batch_invariance.md").read_text().rstrip(),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _page_link(kernel: str) -> str:
-    """A link to the page of a kernel, by the folder that its source lies in."""
-    (source,) = _KERNELS.glob(f"*/{kernel}.cu")
-    return f"[`{source.name}`](kernels/{source.parent.name}/index.md)"
+def _page_link(route: Route) -> str:
+    """A link to the page of a route's kernel."""
+    return f"[`{route.name}.cu`](kernels/{route.kernel.rpartition('/')[0]}/index.md)"
 
 
 def _format_row(format: BlockScaledFormat) -> str:
