@@ -16,7 +16,7 @@ from padless.integrations.transformers.experts import NAME, fused_activation
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, first_projection, is_quantized, label
 from padless.moe.activation import Activation
 from padless.moe.routing import check_ids, route
-from padless.nn.lora.experts import adapted_experts
+from padless.nn.lora.experts import Frozen, adapted_experts
 from padless.nn.lora.low_rank import Factors, LowRank
 
 
@@ -149,8 +149,10 @@ def _adapted(
         a, b = factors[side]
         return LowRank(Factors((a,), (b,), 1, 1.0), routing.offs)
 
+    frozen = Frozen(
+        weights.w13, weights.w2, weights.bias13, weights.bias2, Activation(**how), weights.activation_format
+    )
     return adapted_experts(
-        hidden_states, (routing.offs, routing.tokens, routing.inverse), top_k_weights, None, weights.w13, weights.w2,
-        weights.bias13, weights.bias2, Activation(**how), weights.activation_format,
+        hidden_states, (routing.offs, routing.tokens, routing.inverse), top_k_weights, None, frozen,
         low_rank(first_projection(module)), low_rank("down_proj"),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -120,7 +120,12 @@ class AdaptedModule(nn.Module):
         return () if self.active is None else (self.active,)
 
     def _low_rank(
-        self, a: nn.ParameterDict, b: nn.ParameterDict, names: tuple[str, ...], with_none: bool, groups: torch.Tensor
+        self,
+        a: Mapping[str, torch.Tensor] | nn.ParameterDict,
+        b: Mapping[str, torch.Tensor] | nn.ParameterDict,
+        names: tuple[str, ...],
+        with_none: bool,
+        groups: torch.Tensor,
     ) -> LowRank:
         """What adapters of these names add to rows whose groups (expert, adapter) end at `groups`."""
         down, up = (tuple(p[name] for name in names) for p in (a, b))

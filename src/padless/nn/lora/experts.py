@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from padless.arguments import check_type
+from padless.distributed import ExpertParallel
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
@@ -14,7 +16,8 @@ from padless.moe.gather import activate_quantize, gather_quantize
 from padless.moe.layer import moe
 from padless.moe.routing import check_ids, route
 from padless.nn.calls import call
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows
+from padless.nn.experts import checking
+from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
 from padless.nn.lora.frozen import adapted_product
 from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
@@ -22,17 +25,23 @@ from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
 
 
+class Frozen(NamedTuple):
+    """Both projections' codes and biases, the activation between them, and rows' format as `LoraExperts` takes it."""
+
+    w13: BlockScaledTensor
+    w2: BlockScaledTensor
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+    activation: Activation
+    activations: BlockScaledFormat | torch.dtype | None
+
+
 def adapted_experts(
     x: torch.Tensor,
     routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     top_k_weights: torch.Tensor,
     shared: torch.Tensor | None,
-    w13: BlockScaledTensor,
-    w2: BlockScaledTensor,
-    bias13: torch.Tensor | None,
-    bias2: torch.Tensor | None,
-    activation: Activation,
-    activations: BlockScaledFormat | torch.dtype | None,
+    frozen: Frozen,
     low13: LowRank | None,
     low2: LowRank | None,
 ) -> torch.Tensor:
@@ -42,19 +51,32 @@ def adapted_experts(
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
-    format, scale = format_of_rows(activations, w13)
+    format, scale = format_of_rows(frozen.activations, frozen.w13)
     rows = gathered_rows(x, tokens, inverse)
     read: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
     if format is not None:
         read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
-    h = adapted_product(rows, read, w13, bias13, offs, low13)
-    hidden = activated(h, activation)
-    operand: BlockScaledTensor | torch.Tensor = hidden.detach()
-    if format is not None:
-        operand = activate_quantize(h.detach(), activation, format, global_scale=scale, offs=offs)
-    y = adapted_product(hidden, operand, w2, bias2, offs, low2)
+    y = adapted_rows(rows, read, offs, frozen, low13, low2)
     out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
+
+
+def adapted_rows(
+    rows: torch.Tensor,
+    read: BlockScaledTensor | torch.Tensor,
+    offs: torch.Tensor,
+    frozen: Frozen,
+    low13: LowRank | None,
+    low2: LowRank | None,
+) -> torch.Tensor:
+    """What the experts give for rows (M, H) by expert; (M, H) bfloat16. read: the rows as they are multiplied."""
+    format, scale = format_of_rows(frozen.activations, frozen.w13)
+    h = adapted_product(rows, read, frozen.w13, frozen.bias13, offs, low13)
+    hidden = activated(h, frozen.activation)
+    operand: BlockScaledTensor | torch.Tensor = hidden.detach()
+    if format is not None:
+        operand = activate_quantize(h.detach(), frozen.activation, format, global_scale=scale, offs=offs)
+    return adapted_product(hidden, operand, frozen.w2, frozen.bias2, offs, low2)
 
 
 class LoraExperts(AdaptedModule):
@@ -70,6 +92,9 @@ class LoraExperts(AdaptedModule):
     dropout: of the rows that A reads, in training mode; every slot of a token draws its own.
     adapters: their names, in the order that adapter_ids count.
     dtype: of the parameters, bfloat16 or float32; products are computed in bfloat16.
+    ep: a `padless.distributed.ExpertParallel` with rows in bfloat16 or float32. Codes, biases and adapters are then
+        those of this rank's experts, and calls are collective, as are their backward passes. Where adapter_ids are to
+        choose, it is one of all pairs (expert, adapter or none): of E (adapters + 1) "experts", an expert's in a run.
 
     Parameters, by an adapter's name: ``a13[name]`` (E, r, H), ``b13[name]`` (E, 2 I, r), ``a2[name]`` (E, r, I),
     ``b2[name]`` (E, H, r). A is drawn as torch.nn.Linear's weight is, B is zero. ``active``: the adapter of all tokens
@@ -95,6 +120,7 @@ class LoraExperts(AdaptedModule):
         dropout: float = 0.0,
         adapters: Sequence[str] = ("default",),
         dtype: torch.dtype = torch.bfloat16,
+        ep: ExpertParallel | None = None,
     ) -> None:
         super().__init__(rank, alpha, rslora, dropout, adapters, dtype)
         for name, w in (("w13", w13), ("w2", w2)):
@@ -110,6 +136,9 @@ class LoraExperts(AdaptedModule):
         self._add_bias("bias13", bias13, (self.num_experts, n))
         self._add_bias("bias2", bias2, (self.num_experts, self.hidden))
         self.activations = activations
+        self.ep = ep
+        if ep is not None:
+            self._check_exchange(ep)
         self.a13, self.b13 = self._factors(w13)
         self.a2, self.b2 = self._factors(w2)
         self.reset_parameters()
@@ -141,28 +170,111 @@ class LoraExperts(AdaptedModule):
         if adapter_ids is None:
             self._check_active()
         has_adapter = adapter_ids is not None or self.active is not None
-        if not has_adapter and not has_backward(x, top_k_weights, shared, self.bias13, self.bias2):
+        if not (has_adapter or self._sends_pairs or has_backward(x, top_k_weights, shared, self.bias13, self.bias2)):
             return self._without_adapters(x, top_k_index, top_k_weights, shared)
-        check_ids(top_k_index, self.num_experts)
-        check_matrix("x", x, top_k_index.shape[0], self.hidden, self.w13.device)
-        check_matrix("top_k_weights", top_k_weights, top_k_index.shape[0], top_k_index.shape[1], x.device)
-        if shared is not None:
-            check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
+        with checking(self.ep):
+            self._check_tokens(x, top_k_index, top_k_weights, shared)
+            if self.ep is not None and adapter_ids is not None and not self._sends_pairs:
+                raise ValueError(
+                    f"adapter_ids are given and ep is of {self.ep.settings.num_experts} experts; make it of the "
+                    f"{self.ep.settings.num_experts * (len(self.adapters) + 1)} pairs with an adapter or none"
+                )
+        if self.ep is not None:
+            return self._over_ranks(self.ep, x, top_k_index, top_k_weights, shared, adapter_ids)
         if adapter_ids is None:
             offs, tokens, inverse = route(top_k_index, self.num_experts)
-            pairs, names = offs, self._active_names()
+            low = self._both_low_rank(offs, self._active_names(), by_pairs=False)
         else:
             pairs, tokens, inverse = route(self._pairs(top_k_index, adapter_ids), self._num_pairs())
-            offs = pairs[len(self.adapters) :: len(self.adapters) + 1].contiguous()
-            names = self.adapters
+            offs = self._ends_of_experts(pairs)
+            low = self._both_low_rank(pairs, self.adapters, by_pairs=True)
+        return adapted_experts(x, (offs, tokens, inverse), top_k_weights, shared, self._frozen(), *low)
+
+    def _over_ranks(
+        self,
+        ep: ExpertParallel,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None,
+        adapter_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same of this rank's tokens; rows are quantized where their experts are, and weighted in the sum."""
+        trained = self._active_names() if adapter_ids is None else self.adapters
+        if self._sends_pairs:
+            if adapter_ids is None:
+                chosen = -1 if self.active is None else self.adapters.index(self.active)
+                adapter_ids = torch.full(x.shape[:1], chosen, dtype=torch.int64, device=x.device)
+            with ep.checking():
+                ids = self._pairs(ids, adapter_ids, ep.settings.num_experts // (len(self.adapters) + 1))
+        rows, plan = ep.dispatch(x, ids, weights)
+        assert isinstance(rows, torch.Tensor)
+        offs, names = plan.offs, trained
+        if self._sends_pairs:
+            offs, names = self._ends_of_experts(plan.offs), self.adapters
+        low = self._both_low_rank(plan.offs, names, by_pairs=self._sends_pairs, trained=trained)
+        read = rows_as_multiplied(rows, *format_of_rows(self.activations, self.w13))
+        y = adapted_rows(rows, read, offs, self._frozen(), *low)
+        out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
+        return out.to(x.dtype) if shared is None else (out.float() + shared.float()).to(x.dtype)
+
+    @property
+    def _sends_pairs(self) -> bool:
+        """Whether the exchange is one of pairs (expert, adapter or none)."""
+        return self.ep is not None and len(self.ep.local_experts) != self.num_experts
+
+    def _check_exchange(self, ep: ExpertParallel) -> None:
+        check_type("ep", ep, ExpertParallel)
+        s, here, each = ep.settings, list(ep.local_experts), len(self.adapters) + 1
+        in_runs = here == [first + j for first in here[::each] for j in range(each)] and here[::each] == [
+            first for first in here[::each] if first % each == 0
+        ]
+        fits = len(here) == self.num_experts or (len(here) == self.num_experts * each and in_runs)
+        if not fits or s.hidden != self.hidden or not s.row_format.is_plain:
+            raise ValueError(
+                f"ep has {len(here)} experts here and {s.hidden} columns in {s.row_format.format}; it must have "
+                f"{self.num_experts}, or {self.num_experts * each} pairs with an adapter or none in runs of {each}, and "
+                f"{self.hidden} in torch.bfloat16 or torch.float32, make it with fmt="
+            )
+
+    def _check_tokens(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
+    ) -> None:
+        experts = self.num_experts
+        if self.ep is not None:
+            experts = self.ep.settings.num_experts // (len(self.adapters) + 1 if self._sends_pairs else 1)
+        check_ids(ids, experts)
+        check_matrix("x", x, ids.shape[0], self.hidden, self.w13.device)
+        check_matrix("top_k_weights", weights, ids.shape[0], ids.shape[1], x.device)
+        if shared is not None:
+            check_matrix("shared", shared, x.shape[0], x.shape[1], x.device)
+        if self.ep is not None and x.dtype != self.ep.settings.row_format.format:
+            raise ValueError(f"x is {x.dtype} and ep's rows are {self.ep.settings.row_format.format}; convert x")
+
+    def _frozen(self) -> Frozen:
+        return Frozen(self.w13, self.w2, self.bias13, self.bias2, self.activation, self.activations)
+
+    def _both_low_rank(
+        self, groups: torch.Tensor, names: tuple[str, ...], *, by_pairs: bool, trained: tuple[str, ...] | None = None
+    ) -> tuple[LowRank | None, LowRank | None]:
+        """Of both projections; groups: their ends, of experts or of pairs (expert, adapter or none).
+
+        trained: adapters that get gradients, None for all. An optimizer takes a gradient of zeros for one.
+        """
+
+        def of(factors: torch.nn.ParameterDict) -> dict[str, torch.Tensor]:
+            return {
+                name: factors[name] if trained is None or name in trained else factors[name].detach() for name in names
+            }
+
         low13, low2 = (
-            self._low_rank(a, b, names, adapter_ids is not None, pairs) if names else None
+            self._low_rank(of(a), of(b), names, by_pairs, groups) if names else None
             for a, b in ((self.a13, self.b13), (self.a2, self.b2))
         )
-        return adapted_experts(
-            x, (offs, tokens, inverse), top_k_weights, shared, self.w13, self.w2, self.bias13, self.bias2,
-            self.activation, self.activations, low13, low2,
-        )  # fmt: skip
+        return low13, low2
+
+    def _ends_of_experts(self, pairs: torch.Tensor) -> torch.Tensor:
+        return pairs[len(self.adapters) :: len(self.adapters) + 1].contiguous()
 
     def _without_adapters(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
@@ -171,7 +283,7 @@ class LoraExperts(AdaptedModule):
         return moe(
             x, ids, weights, self.w13, self.w2, activation=act.kind, gate_up=act.gate_up, alpha=act.alpha,
             limit=act.limit, up_offset=act.up_offset, bias13=self.bias13, bias2=self.bias2, shared=shared,
-            activations=self.activations,
+            activations=self.activations, ep=self.ep,
         )  # fmt: skip
 
     def _num_pairs(self) -> int:
@@ -184,7 +296,7 @@ class LoraExperts(AdaptedModule):
             )
         return pairs
 
-    def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
+    def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor, experts: int | None = None) -> torch.Tensor:
         """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""
         if (
             not isinstance(adapter_ids, torch.Tensor)
@@ -195,7 +307,8 @@ class LoraExperts(AdaptedModule):
             raise ValueError(
                 f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
             )
-        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self.num_experts, len(self.adapters))
+        experts = self.num_experts if experts is None else experts
+        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, experts, len(self.adapters))
         return pairs
 
     def extra_repr(self) -> str:
