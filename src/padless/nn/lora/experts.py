@@ -69,7 +69,7 @@ def adapted_rows(
     low13: LowRank | None,
     low2: LowRank | None,
 ) -> torch.Tensor:
-    """What the experts give for rows (M, H) by expert; (M, H) bfloat16. read: the rows as they are multiplied."""
+    """Both projections of rows (M, H) by expert; (M, H) bfloat16. read: the rows as they are multiplied."""
     format, scale = format_of_rows(frozen.activations, frozen.w13)
     h = adapted_product(rows, read, frozen.w13, frozen.bias13, offs, low13)
     hidden = activated(h, frozen.activation)
