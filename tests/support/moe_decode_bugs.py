@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from padless.emulator.run.machine import Machine
 from padless.kernels.sm90_moe_decode.config import MoeDecodeConfig
 from support.planted_bugs import Bug
 
@@ -21,7 +22,15 @@ FENCE = "fence_proxy_async_shared();"
 COUNTED = "fence_acq_rel_gpu();  // what this CTA"
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
-IMPATIENT = MoeDecodeConfig(spin_limit=50000)
+IMPATIENT = MoeDecodeConfig(spin_limit=200_000)
+
+
+class Held(Machine):
+    """Where another kernel holds the other multiprocessors: no more CTAs run at once than the schedule says."""
+
+    def _may_start(self) -> bool:
+        return len(self.clusters) < self.schedule.resident
+
 
 BUGS: tuple[Bug, ...] = (
     # ---- from CTA to CTA, and from launch to launch
@@ -39,7 +48,7 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((CONSUME, "word = ~__float_as_uint(gate[n]);", "word = __float_as_uint(gate[n]);"),),
     ),
-    Bug("no share of another is taken", ("fault",), ((SHARE, "if (looks < PATIENCE)", "if (true)"),)),
+    Bug("no share of another is taken", ("deadlock", "fault"), ((SHARE, "if (looks < PATIENCE)", "if (true)"),)),
     Bug("old words stay", (), ((SHARE, "= make_uint4(0, 0, 0, 0);", ".x += 0;"),), quick=True),
     Bug("some old words stay", (), ((SHARE, "shared.old_words / 4;", "shared.old_words / 8;"),)),
     Bug("launches are not counted", (), ((SHARE, "&control.launches, launches + 1", "&control.launches, launches"),)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.emulator_variants import Variant
-from support.moe_decode_bugs import BUGS, IMPATIENT, MAIN
+from support.moe_decode_bugs import BUGS, IMPATIENT, MAIN, Held
 from support.moe_decode_cases import Output, Tokens, draw_tokens, draw_weights, launch, scratch, several_launches
 from support.planted_bugs import Bug, assert_found, cases
 
@@ -54,7 +54,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
     for tried, seed in enumerate(SEEDS[: bug.seeds]):
         output, memory, is_right = Output(3, 256), scratch(3 * 3 * HIDDEN), True
         for n, (tokens, want) in enumerate(calls()):
-            with driver.configured(seed=seed, raise_on_reports=False, num_sms=3):
+            with driver.configured(seed=seed, raise_on_reports=False, num_sms=3, machine=Held):
                 launch(driver, WEIGHTS, tokens, output.poisoned(len(tokens.ids)), memory)
             kinds += [report.kind for report in driver.last_result.reports]
             is_right = is_right and output.is_right(want) and is_ready(memory, n + 1)

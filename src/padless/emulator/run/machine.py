@@ -76,7 +76,7 @@ class Machine(Launch):
                         self.step_async()
                 if idle > 64 and (idle % 16 == 0):
                     # Spinning without any change: let something asynchronous or another CTA make the change.
-                    if not self.step_async() and waiting:
+                    if not self.step_async() and waiting and self._may_start():
                         self._start()
                     elif idle > 256:
                         release_parked(self)
@@ -90,7 +90,7 @@ class Machine(Launch):
             self._retire()
             if not self.clusters and not waiting:
                 break
-            if waiting:
+            if waiting and self._may_start():
                 self._start()
                 continue
             if release_parked(self) or give_up(self):
@@ -100,6 +100,10 @@ class Machine(Launch):
                 continue
             report_deadlock(self, "deadlock")
             return
+
+    def _may_start(self) -> bool:
+        """Whether a cluster may start beyond the schedule's number, since those on the machine get nowhere."""
+        return True
 
     def _start(self) -> None:
         """Give the next cluster of the grid its place."""
