@@ -41,7 +41,7 @@ def adapters(ranks: Ranks) -> None:
     """Outputs and gradients of tokens have the bits of one process; those of adapters are of all ranks' tokens.
 
     One adapter for all tokens, none, and one chosen by each token, none of some; exchanges of experts, and of pairs with
-    adapters; NaN in rows that belong to nobody.
+    adapters; NaN in rows of no expert.
     """
     for number, fmt in enumerate((FP8_BLOCK, MXFP4)):
         p, weights, shared = drawn(ranks, 121 + number, torch.float32)

@@ -184,7 +184,7 @@ RECIPES = (
 
 
 def check_training(ranks: Ranks) -> None:
-    """`Experts` over ranks in every recipe against one process with all tokens; NaN in all rows that belong to nobody.
+    """`Experts` over ranks in every recipe against one process with all tokens; NaN in all rows of no expert.
 
     Uneven tokens, none on the last rank, ids -1 and twice. Weight gradients: the same bits, also when they wait.
     """
