@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from padless.distributed.symm import FEW_SLOTS
+
 SAMPLES = 20_000
-FEW_SLOTS = 1024  # of all ranks, up to which ids are sorted in the launch that receives the rows
 WEIGHTS_RATE = 1.03  # of a copy's, at which the products of few rows read weights
 OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
 PRODUCTS_US = 22.0  # of both launches
@@ -164,12 +165,8 @@ def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None
     local, rows, weights = e.experts // e.ranks, served.rows, 3 * e.hidden * intermediate
     missed = (1 - e.top_k / e.experts) ** (e.ranks * e.tokens)  # an expert, by all ranks' tokens
     multiplied = rows * (2 * weights / m.products * 1e-6 + (2 * intermediate + e.hidden) * OUTPUT_US)
-
-    def with_bytes(experts: float) -> float:
-        read = experts * weights / (WEIGHTS_RATE * m.memory) * 1e-3
-        return PRODUCTS_US + (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)
-
-    products = with_bytes(local * (1 - missed))
+    read = local * (1 - missed) * weights / (WEIGHTS_RATE * m.memory) * 1e-3
+    products = PRODUCTS_US + (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)
     passes = local * weights * STEP_WEIGHT_BYTES + rows * (e.hidden + 3 * intermediate) * STEP_ROW_BYTES
     step = STEP_US + STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)
     return LayerPrediction(products, served.dispatch + products + served.combine, step)

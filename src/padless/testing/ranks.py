@@ -109,6 +109,11 @@ class RankError(Exception):
     """A rank that has no result, and why."""
 
 
+def first_error(results: list[Any]) -> str | None:
+    """The error of the first rank that has no result; None where all have one."""
+    return next((str(result) for result in results if isinstance(result, RankError)), None)
+
+
 def raise_first(results: list[Any]) -> list[Any]:
     """The results; raises AssertionError where a rank has none."""
     for rank, result in enumerate(results):

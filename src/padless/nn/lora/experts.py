@@ -56,7 +56,7 @@ def adapted_experts(
     read: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
     if format is not None:
         read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
-    y = adapted_rows(rows, read, offs, frozen, low13, low2)
+    y = adapted_rows(rows, read, offs, frozen, (format, scale), low13, low2)
     out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
 
@@ -66,11 +66,15 @@ def adapted_rows(
     read: BlockScaledTensor | torch.Tensor,
     offs: torch.Tensor,
     frozen: Frozen,
+    how: tuple[BlockScaledFormat | None, torch.Tensor | None],
     low13: LowRank | None,
     low2: LowRank | None,
 ) -> torch.Tensor:
-    """Both projections of rows (M, H) by expert; (M, H) bfloat16. read: the rows as they are multiplied."""
-    format, scale = format_of_rows(frozen.activations, frozen.w13)
+    """Both projections of rows (M, H) by expert; (M, H) bfloat16.
+
+    read: the rows as they are multiplied. how: what `format_of_rows` says of them.
+    """
+    format, scale = how
     h = adapted_product(rows, read, frozen.w13, frozen.bias13, offs, low13)
     hidden = activated(h, frozen.activation)
     operand: BlockScaledTensor | torch.Tensor = hidden.detach()
@@ -206,15 +210,15 @@ class LoraExperts(AdaptedModule):
                 chosen = -1 if self.active is None else self.adapters.index(self.active)
                 adapter_ids = torch.full(x.shape[:1], chosen, dtype=torch.int64, device=x.device)
             with ep.checking():
-                ids = self._pairs(ids, adapter_ids, ep.settings.num_experts // (len(self.adapters) + 1))
+                ids = self._pairs(ids, adapter_ids)
         rows, plan = ep.dispatch(x, ids, weights)
         assert isinstance(rows, torch.Tensor)
         offs, names = plan.offs, trained
         if self._sends_pairs:
             offs, names = self._ends_of_experts(plan.offs), self.adapters
         low = self._both_low_rank(plan.offs, names, by_pairs=self._sends_pairs, trained=trained)
-        read = rows_as_multiplied(rows, *format_of_rows(self.activations, self.w13))
-        y = adapted_rows(rows, read, offs, self._frozen(), *low)
+        how = format_of_rows(self.activations, self.w13)
+        y = adapted_rows(rows, rows_as_multiplied(rows, *how), offs, self._frozen(), how, *low)
         out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
         return out.to(x.dtype) if shared is None else (out.float() + shared.float()).to(x.dtype)
 
@@ -223,12 +227,18 @@ class LoraExperts(AdaptedModule):
         """Whether the exchange is one of pairs (expert, adapter or none)."""
         return self.ep is not None and len(self.ep.local_experts) != self.num_experts
 
+    @property
+    def _all_experts(self) -> int:
+        """Those of all ranks."""
+        if self.ep is None:
+            return self.num_experts
+        return self.ep.settings.num_experts // (len(self.adapters) + 1 if self._sends_pairs else 1)
+
     def _check_exchange(self, ep: ExpertParallel) -> None:
         check_type("ep", ep, ExpertParallel)
         s, here, each = ep.settings, list(ep.local_experts), len(self.adapters) + 1
-        in_runs = here == [first + j for first in here[::each] for j in range(each)] and here[::each] == [
-            first for first in here[::each] if first % each == 0
-        ]
+        first = here[::each]
+        in_runs = here == [e + j for e in first for j in range(each)] and all(e % each == 0 for e in first)
         fits = len(here) == self.num_experts or (len(here) == self.num_experts * each and in_runs)
         if not fits or s.hidden != self.hidden or not s.row_format.is_plain:
             raise ValueError(
@@ -240,10 +250,7 @@ class LoraExperts(AdaptedModule):
     def _check_tokens(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
     ) -> None:
-        experts = self.num_experts
-        if self.ep is not None:
-            experts = self.ep.settings.num_experts // (len(self.adapters) + 1 if self._sends_pairs else 1)
-        check_ids(ids, experts)
+        check_ids(ids, self._all_experts)
         check_matrix("x", x, ids.shape[0], self.hidden, self.w13.device)
         check_matrix("top_k_weights", weights, ids.shape[0], ids.shape[1], x.device)
         if shared is not None:
@@ -296,7 +303,7 @@ class LoraExperts(AdaptedModule):
             )
         return pairs
 
-    def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor, experts: int | None = None) -> torch.Tensor:
+    def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
         """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""
         if (
             not isinstance(adapter_ids, torch.Tensor)
@@ -307,8 +314,7 @@ class LoraExperts(AdaptedModule):
             raise ValueError(
                 f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
             )
-        experts = self.num_experts if experts is None else experts
-        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, experts, len(self.adapters))
+        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self._all_experts, len(self.adapters))
         return pairs
 
     def extra_repr(self) -> str:

@@ -19,21 +19,24 @@ from padless.verify.run import Record, about_the_machine, write_records
 SECONDS = 240.0  # of a check, its processes' start and kernels' compilation included
 
 
-def run_small(rank: Rank) -> str:
-    """Formats, sizes, gradients and invariance, against loops."""
+def run_each(rank: Rank, *checks: Callable[[exchange.Ranks], None]) -> None:
+    """Makes checks one after the other, and ends with the other ranks."""
     ranks = exchange.Ranks(rank)
-    for check in (exchange.check_formats, exchange.check_sizes, exchange.check_gradients, exchange.check_invariance):
+    for check in checks:
         check(ranks)
     together(rank)
+
+
+def run_small(rank: Rank) -> str:
+    """Formats, sizes, gradients and invariance, against loops."""
+    e = exchange
+    run_each(rank, e.check_formats, e.check_sizes, e.check_gradients, e.check_invariance)
     return f"{len(exchange.FORMATS)} formats, sizes, gradients, invariance"
 
 
 def run_layers(rank: Rank) -> str:
     """Layers against one process: sums of slots in every format, training in every recipe, FSDP2 on meshes."""
-    ranks = exchange.Ranks(rank)
-    for check in (layers.check_slots, layers.check_slot_gradients, layers.check_training, layers.check_meshes):
-        check(ranks)
-    together(rank)
+    run_each(rank, layers.check_slots, layers.check_slot_gradients, layers.check_training, layers.check_meshes)
     return f"sums of slots in {len(layers.FORWARD)} formats, {len(layers.RECIPES)} recipes, {layers.shapes(rank.size)}"
 
 

@@ -48,7 +48,7 @@ from padless.formats import FP8_BLOCK
 from padless.nn import Experts
 from padless.testing import machine
 from padless.testing.judge import row_errors, worst
-from padless.testing.ranks import Rank, RankError, RankPool
+from padless.testing.ranks import Rank, RankPool, first_error
 from padless.testing.timing import WARM_UP_CALLS, Call
 
 SECONDS = 90.0  # of a point, its kernels' compilation included
@@ -88,7 +88,7 @@ def start(session: Session) -> Callable[[EpPoint], Record]:
     def measure(point: EpPoint) -> Record:
         arguments = (point, session.settings.seed, session.settings.repeats, None, folder, usable)
         found = pool.call(measure_point, *arguments, timeout_s=SECONDS)
-        failed = next((str(result) for result in found if isinstance(result, RankError)), None)
+        failed = first_error(found)
         if failed is not None:
             return {"gpu": {}, "errors": errors | {"padless": failed[-400:]}}
         record: Record = found[0]
@@ -107,7 +107,7 @@ def probed(pool: RankPool, folder: Path | None) -> tuple[list[str], dict[str, st
         if folder is None or not (folder / peer.FOLDER).is_dir():
             continue
         found = pool.call(measure_point, tiny, 0, 2, None, folder, (name,), timeout_s=SECONDS)
-        failed = next((str(result) for result in found if isinstance(result, RankError)), None)
+        failed = first_error(found)
         if failed is None:
             usable.append(name)
         else:

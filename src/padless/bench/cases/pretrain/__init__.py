@@ -53,7 +53,7 @@ from padless.bench.results import Record
 from padless.bench.session import Session
 from padless.testing import machine
 from padless.testing.judge import LOSS_LIMIT, describe
-from padless.testing.ranks import Rank, RankError, RankPool
+from padless.testing.ranks import Rank, RankPool, first_error
 from padless.testing.timing import Call, Timer
 
 # Published sizes of Qwen/Qwen3-30B-A3B, a quarter of its 48 layers and of its vocabulary of 151936, so that attention,
@@ -244,7 +244,7 @@ def start(session: Session) -> Callable[[PretrainPoint], Record]:
                 settings = session.settings
                 given = (QUARTER, point, settings.seed, settings.repeats)
                 found = pool.call(measure_over_ranks, *given, timeout_s=SECONDS)
-            failed = next((str(result) for result in found if isinstance(result, RankError)), None)
+            failed = first_error(found)
             if failed is not None:
                 return {"losses": {}, "peak_bytes": {}, "step": {}, "gpu": {}, "errors": {"ranks": failed[-400:]}}
             record: Record = found[0]
