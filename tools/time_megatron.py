@@ -5,19 +5,24 @@ record: medians in microseconds, of the GPU and from the call to its end, in tur
 its router and dispatcher are Megatron's ("alltoall", one rank). Of Megatron's experts one class runs with torch alone,
 SequentialMLP; its TEGroupedMLP takes any grouped linear layers, here torch._grouped_mm in the place of Transformer
 Engine's. Weights, tokens and gradients of outputs are the same. A contender whose output or gradient is further from the
-first one's than its limit is not timed.
+first one's than its limit is not timed. What the experts alone take, on the rows that the dispatcher gave them, is timed
+too. With `--transformer-engine CHECKOUT` the layer is also timed with Transformer Engine's permutation of rows, which is
+written in Triton; the compiled part of Transformer Engine is not needed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,15 +59,55 @@ class GroupedMm(nn.Module):
         """Nothing waits."""
 
 
-def config_of(sizes: Sequence[int], device: str) -> Any:
-    """Megatron's configuration of (E, k, H, I): bfloat16, SwiGLU, a router without an auxiliary loss."""
+def load_fused_permutation(checkout: Path) -> None:
+    """Gives Megatron the permutation of a checkout of Transformer Engine, whose compiled part is not built.
+
+    Its functions of masks are Triton kernels; the modules that it imports for quantized rows are stood in for.
+    """
+    used = import_module("megatron.core.transformer.moe.moe_utils")  # before there is a transformer_engine
+    package, known = "transformer_engine", set(sys.modules)
+    for name in (package, f"{package}.common", f"{package}.common.triton", f"{package}.pytorch",
+                 f"{package}.pytorch.triton", f"{package}.pytorch.tensor"):  # fmt: skip
+        folder = ModuleType(name)
+        folder.__path__ = [str(checkout / name.replace(".", "/"))]
+        sys.modules[name] = folder
+    types = {
+        "constants": {"TE_DType": {}},
+        "quantized_tensor": {"QuantizedTensor": None, "_quantized_tensor_passthrough_ops": set()},
+        "tensor.float8_tensor": {"Float8Tensor": None},
+        "tensor.float8_blockwise_tensor": {"Float8BlockwiseQTensor": None},
+        "tensor.mxfp8_tensor": {"MXFP8Tensor": None},
+    }
+    sys.modules["transformer_engine_torch"] = ModuleType("transformer_engine_torch")
+    for name, values in types.items():
+        module = ModuleType(f"{package}.pytorch.{name}")
+        for value, stand_in in values.items():
+            setattr(module, value, type(value, (), {}) if stand_in is None else stand_in)
+        sys.modules[module.__name__] = module
+    given = import_module(f"{package}.pytorch.permutation")
+    for name in (
+        "permute", "permute_with_probs", "unpermute", "sort_chunks_by_index", "sort_chunks_by_index_with_probs"
+    ):  # fmt: skip
+        setattr(used, f"fused_{name}", getattr(given, f"moe_{name}"))
+    for name in [n for n in sys.modules if n.startswith(package) and n not in known]:
+        del sys.modules[name]  # others ask whether it is installed
+    used.HAVE_TE = True
+    used.is_te_min_version = lambda version, **_: True
+
+
+def config_of(sizes: Sequence[int], device: str, fused: bool = False) -> Any:
+    """Megatron's configuration of (E, k, H, I): bfloat16, SwiGLU, a router without an auxiliary loss.
+
+    fused: with the permutation that `load_fused_permutation` gave.
+    """
     experts, top_k, hidden, intermediate = sizes
     return import_module("megatron.core.transformer").TransformerConfig(
         num_layers=1, hidden_size=hidden, num_attention_heads=32 if hidden >= 1024 else 4, num_moe_experts=experts,
         moe_ffn_hidden_size=intermediate, ffn_hidden_size=intermediate, moe_router_topk=top_k, add_bias_linear=False,
         gated_linear_unit=True, activation_func=nn.functional.silu, params_dtype=torch.bfloat16, bf16=True,
         moe_router_load_balancing_type="none", moe_token_dispatcher_type="alltoall", bias_activation_fusion=True,
-        moe_router_dtype="fp32", use_cpu_initialization=device == "cpu", perform_initialization=False,
+        moe_router_dtype="fp32", moe_permute_fusion=fused, use_cpu_initialization=device == "cpu",
+        perform_initialization=False,
     )  # fmt: skip
 
 
@@ -102,7 +147,7 @@ def weights_of(layer: Any) -> dict[str, list[torch.Tensor]]:
 class Problem:
     """Layers of the same weights, one a contender, tokens x (T, 1, H) and the output's gradient."""
 
-    def __init__(self, sizes: Sequence[int], tokens: int, device: str) -> None:
+    def __init__(self, sizes: Sequence[int], tokens: int, device: str, fused: bool = False) -> None:
         experts, _, hidden, intermediate = sizes
         generator = torch.Generator(device).manual_seed(tokens)
 
@@ -117,7 +162,7 @@ class Problem:
         self.layers = {}
         with torch.no_grad():
             for name, made in builders().items():
-                config = config_of(sizes, device)
+                config = config_of(sizes, device, fused)
                 layer = moe.MoELayer(config, moe.MoESubmodules(experts=made), layer_number=1).to(device).train()
                 layer.router.weight.copy_(router)
                 for whole, parts in ((w13, weights_of(layer)["w13"]), (w2, weights_of(layer)["w2"])):
@@ -134,6 +179,27 @@ class Problem:
         out.backward(self.dout)
         return out.detach()
 
+    def experts_alone(self, name: str) -> Call:
+        """A call of the experts of a layer, forward and backward, on the rows that its dispatcher gives them."""
+        layer, given = self.layers[name], []
+        handle = layer.experts.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))
+        with torch.no_grad():
+            layer(self.x)
+        handle.remove()
+        rows, counts, probs = given
+        rows, probs = rows.detach().requires_grad_(), probs.detach().requires_grad_()
+        dout = self.dout[:, 0].repeat(-(-len(rows) // len(self.dout)), 1)[: len(rows)].contiguous()
+
+        def step() -> torch.Tensor:
+            rows.grad = probs.grad = None
+            for parameter in layer.experts.parameters():
+                parameter.grad = None
+            out: torch.Tensor = layer.experts(rows, counts, probs)[0]
+            out.backward(dout)
+            return out.detach()
+
+        return step
+
     def results(self, name: str) -> dict[str, torch.Tensor]:
         """The output and all gradients of a step."""
         out, layer = self.step(name), self.layers[name]
@@ -145,10 +211,14 @@ class Problem:
         return found
 
 
-def measure(sizes: Sequence[int], tokens: int, timer: Timer, device: str = "cuda") -> dict[str, Any]:
+def measure(
+    sizes: Sequence[int], tokens: int, timer: Timer, device: str = "cuda", fused: bool = False
+) -> dict[str, Any]:
     """A record of one number of tokens."""
-    problem = Problem(sizes, tokens, device)
-    record: dict[str, Any] = {"sizes": list(sizes), "tokens": tokens, "errors": {}, "off": {}, "wrong": {}}
+    problem = Problem(sizes, tokens, device, fused)
+    whose = "Transformer Engine's" if fused else "Megatron's"
+    record: dict[str, Any] = {"sizes": list(sizes), "tokens": tokens, "permutation": whose}
+    record |= {"errors": {}, "off": {}, "wrong": {}}
     wanted: Mapping[str, torch.Tensor] = {}
     right: dict[str, Call] = {}
     for name in problem.layers:
@@ -164,10 +234,21 @@ def measure(sizes: Sequence[int], tokens: int, timer: Timer, device: str = "cuda
             right[name] = partial(problem.step, name)
         else:
             record["wrong"][name] = f"is wrong: off by {off}, allowed {LIMITS[name]}"
-        print(f"{tokens} tokens, {name}: off by at most {max(off.values()):.4f}", flush=True)
-    for clock, timed in (("end_to_end", timer.end_to_end), ("gpu", timer.gpu)):
-        record[clock] = {name: timing.as_dict() for name, timing in timed(right).items()}
+        print(f"{tokens} tokens, {whose} permutation, {name}: off by at most {max(off.values()):.4f}", flush=True)
+    alone = {name: problem.experts_alone(name) for name in right}
+    for clock, timed, calls in (
+        ("end_to_end", timer.end_to_end, right), ("gpu", timer.gpu, right), ("experts", timer.gpu, alone)
+    ):  # fmt: skip
+        record[clock] = {name: timing.as_dict() for name, timing in timed(calls).items()}
     return record
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout, as its file COMMIT says, or git."""
+    written = checkout / "COMMIT"
+    if written.exists():
+        return written.read_text(encoding="utf-8").strip()
+    return subprocess.check_output(["git", "-C", str(checkout), "rev-parse", "HEAD"], text=True).strip()
 
 
 def start_megatron(backend: str) -> None:
@@ -181,27 +262,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--transformer-engine", type=Path, metavar="CHECKOUT")
     given = parser.parse_args(arguments)
     torch.cuda.set_device(0)
     start_megatron("nccl")
     import_module("megatron.core.tensor_parallel.random").model_parallel_cuda_manual_seed(0)
     timer = Timer(given.repeats, pause_s=0.002)
+    engine: Path | None = given.transformer_engine
+    if engine is not None:
+        load_fused_permutation(engine)
     record: dict[str, Any] = {
         "kind": "megatron",
         "machine": machine.describe(),
         "megatron-core": import_module("megatron.core").__version__,
         "transformer-engine": package_version("transformer-engine"),
+        "transformer-engine's permutation": None if engine is None else commit_of(engine),
         "repeats": given.repeats,
         "flush": FLUSH,
         "points": [],
     }
-    for tokens in TOKENS:
-        found = measure(MODELS["Qwen3-30B"], tokens, timer) | {"clocks": machine.clocks()}
+    for tokens, fused in product(TOKENS, (False,) if engine is None else (False, True)):
+        found = measure(MODELS["Qwen3-30B"], tokens, timer, fused=fused) | {"clocks": machine.clocks()}
         record["points"].append(found)
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         for name, timing in found["end_to_end"].items():
-            print(f"{tokens:6} {name:45} {timing['us']:10.1f} us, GPU {found['gpu'][name]['us']:10.1f} us", flush=True)
+            gpu, experts = found["gpu"][name]["us"], found["experts"][name]["us"]
+            us = f"{timing['us']:10.1f} us, GPU {gpu:10.1f}, experts alone {experts:10.1f}"
+            print(f"{tokens:6} {found['permutation']} permutation, {name:45} {us}", flush=True)
         torch.cuda.empty_cache()
     for found in record["points"]:
         for name, what in (found["errors"] | found["wrong"]).items():
