@@ -219,7 +219,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         names = [f"{p['samples']} /\n{p['trains']}" for p in found]
         axes.set_xticks([i + 0.2 for i in range(len(found))], names, fontsize=8)
         axes.set_title(title, fontsize=10)
-        axes.legend(frameon=False, fontsize=8)
+        axes.margins(y=0.2)  # the legend's place
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper right")
 
     bars(grid[0, 0], record["pairs"], "mean |difference of log p|, generate with experts of / trains")
     values = [p["mean"] for p in record["layers"]]
