@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, dequantize, quantize
+from padless.moe import moe
 from support import torchtitan_seam
 
 HAS_TITAN = find_spec("torchtitan") is not None
@@ -33,7 +34,8 @@ def _seam() -> Iterator[None]:
         if not HAS_TITAN:
             torchtitan_seam.install(patch)
         yield
-        sys.modules.pop("padless.integrations.torchtitan", None)
+        if not HAS_TITAN:
+            sys.modules.pop("padless.integrations.torchtitan", None)
 
 
 def plugin() -> Any:
@@ -121,6 +123,30 @@ def test_rows_behind_the_last_group_do_no_harm() -> None:
     assert not y[sum(COUNTS) :].any()
     got = module(torch.nan_to_num(x), torch.tensor(COUNTS))
     assert torch.equal(got[: sum(COUNTS)].detach(), want.out)
+
+
+def test_rows_have_the_bits_of_moe() -> None:
+    """What the module gives a row is what `padless.moe.moe` gives a token with this row's expert alone."""
+    module = filled(plugin().fp8_experts(config_of()).build())
+    x = rows().bfloat16()
+    w13 = torch.cat((module.w1_EFD, module.w3_EFD), dim=1).detach().bfloat16()
+    codes = [quantize(w, FP8_BLOCK, kind="weight") for w in (w13, module.w2_EDF.detach().bfloat16())]
+    ids = torch.arange(len(COUNTS)).repeat_interleave(torch.tensor(COUNTS))[:, None]
+    want = moe(x, ids, torch.ones(ids.shape), *codes)
+    assert torch.equal(module(x, torch.tensor(COUNTS)), want)
+
+
+def test_experts_with_a_forward_of_their_own_keep_it() -> None:
+    """Products alone are replaced there: rows of the first product are quantized twice, gate and up rounded apart."""
+    base = type(config_of())._owner
+
+    class Own(base):  # type: ignore[misc, valid-type]
+        def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x_RD, num_tokens_per_expert_E)
+
+    made = plugin().padless_experts(Own)
+    assert made.forward is Own.forward
+    assert plugin().padless_experts(base).forward is not base.forward
 
 
 def test_recipes_by_name() -> None:
@@ -212,6 +238,14 @@ def test_torchtitan_applies_the_override_by_name() -> None:
 # --- torchao ---------------------------------------------------------------------------------------------
 
 
+def of_products() -> Any:
+    """torchtitan's own forward over padless' products, which is what a wrapper of parameters can give."""
+    base = type(config_of())._owner
+    own = type("Own", (base,), {"forward": lambda self, *operands: base.forward(self, *operands)})
+    made = plugin().padless_experts(own)
+    return filled(made(made.Config(dim=256, hidden_dim=128, num_experts=len(COUNTS))))
+
+
 def converted(recipe: str = "fp8") -> Any:
     from torchao.quantization import quantize_
 
@@ -232,7 +266,7 @@ def test_torchao_wraps_the_experts_and_nothing_else() -> None:
         f"1.{name}" for name in ("w1_EFD", "w2_EDF", "w3_EFD")
     }
     got = trained(model[1], rows())
-    same = trained(filled(plugin().fp8_experts(config_of()).build()), rows())
+    same = trained(of_products(), rows())
     assert torch.equal(got.out, same.out)
     assert torch.equal(got.dx, same.dx)
     for name, gradient in got.gradients.items():
@@ -240,9 +274,9 @@ def test_torchao_wraps_the_experts_and_nothing_else() -> None:
 
 
 @needs_torchao
-def test_torchao_s_wrapper_trains_as_the_override() -> None:
+def test_torchao_s_wrapper_trains_as_products_of_the_override() -> None:
     """Three steps of AdamW, bit for bit; the state dict holds the values."""
-    modules = (converted()[1], filled(plugin().fp8_experts(config_of()).build()))
+    modules = (converted()[1], of_products())
     for module in modules:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
         for _ in range(3):

@@ -35,7 +35,7 @@ def _seam() -> Iterator[None]:
         if not HAS_TITAN:
             torchtitan_seam.install(patch)
         yield
-        for name in (PLUGIN, EXPERTS):
+        for name in () if HAS_TITAN else (PLUGIN, EXPERTS):
             sys.modules.pop(name, None)
 
 

@@ -2,8 +2,9 @@
 
     torchtitan's command line: --override.imports padless.integrations.torchtitan.fp8_experts
 
-Every experts module that has torchtitan's `_grouped_mm` seam (GroupedExperts, gpt-oss') keeps its parameters, its
-sharding and its forward; its three products are `padless.autograd.grouped_linear`. docs/frameworks.md describes it.
+Parameters and sharding stay. GroupedExperts are computed by `padless.nn.experts_of_rows`; an experts module with a
+forward of its own (gpt-oss') keeps it, and its products are `padless.autograd.grouped_linear`. docs/frameworks.md
+describes it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 try:
     import torchtitan as _torchtitan  # noqa: F401
@@ -27,6 +29,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
 from padless.autograd import grouped_linear
+from padless.integrations.trainers import of_three
 from padless.nn.recipe import as_recipe
 
 __all__ = ["fp8_experts", "padless_experts"]
@@ -47,8 +50,8 @@ def fp8_experts(config: Any, recipe: str = "fp8") -> Any:
 
 
 @cache
-def padless_experts(base: type) -> Any:
-    """The subclass of an experts module of torchtitan whose `_grouped_mm` is padless'. Raises ValueError without one.
+def padless_experts(base: Any) -> Any:
+    """The subclass of an experts module of torchtitan that padless computes. Raises ValueError without `_grouped_mm`.
 
     base: GroupedExperts, or a subclass of it that calls `_grouped_mm(A=, B_t=, offs=)` for its products.
     """
@@ -73,5 +76,15 @@ def padless_experts(base: type) -> Any:
             """A (M, K) @ B_t (E, K, N) of the row's group; offs (E,) int32 end rows. Rows behind them are zeros."""
             return grouped_linear(A, B_t.transpose(-2, -1), offs, self.recipe)
 
+    if base.forward is GroupedExperts.forward:
+
+        def forward(self: Any, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+            """Rows x_RD (R, D) sorted by expert, and counts (E,); (R, D) in x_RD's dtype."""
+            w1, w2, w3 = (
+                w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+            )
+            return of_three(w1, w2, w3, x_RD.bfloat16(), num_tokens_per_expert_E, self.recipe).type_as(x_RD)
+
+        PadlessGroupedExperts.forward = forward  # type: ignore[method-assign]
     PadlessGroupedExperts.__name__ = PadlessGroupedExperts.__qualname__ = f"Padless{base.__name__}"
     return PadlessGroupedExperts

@@ -54,7 +54,7 @@ def replace_experts(framework: str, recipe: Recipe | str = "fp8") -> None:
 
 def _prime_rl(recipe: Recipe, _: ModuleType) -> Function:
     def run(w1: Any, w2: Any, w3: Any, x: Any, num_tokens_per_expert: Any, fp8: bool = False) -> torch.Tensor:
-        return _of_three(w1, w2, w3, x, num_tokens_per_expert, recipe)
+        return of_three(w1, w2, w3, x, num_tokens_per_expert, recipe)
 
     return run
 
@@ -72,7 +72,7 @@ def _deepspeed(recipe: Recipe, _: ModuleType) -> Function:
     ) -> torch.Tensor:
         if activation != "swiglu":
             raise _other_activation(activation)
-        return _of_three(w1, w2, w3, x, num_tokens_per_expert, recipe)
+        return of_three(w1, w2, w3, x, num_tokens_per_expert, recipe)
 
     return run
 
@@ -95,10 +95,10 @@ def _nemo_automodel(recipe: Recipe, module: ModuleType) -> Function:
     return run
 
 
-def _of_three(
+def of_three(
     w1: torch.Tensor, w2: torch.Tensor, w3: torch.Tensor, x: torch.Tensor, counts: torch.Tensor, recipe: Recipe
 ) -> torch.Tensor:
-    """Rows x (R, H) by gate w1 (E, I, H), up w3 and w2 (E, H, I); gate and up are copied to one weight."""
+    """`experts_of_rows` of x (R, H): gate w1 (E, I, H), up w3, w2 (E, H, I); gate and up are copied into one weight."""
     w13 = torch.cat((w1.to(x.dtype), w3.to(x.dtype)), dim=1)
     return experts_of_rows(x, _ends(counts), w13, w2.to(x.dtype), None, recipe)
 
