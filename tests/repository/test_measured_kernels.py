@@ -22,9 +22,30 @@ def test_a_hash_is_of_code_and_its_headers_not_of_comments() -> None:
     assert changed["c"] == before["c"]
 
 
+def test_a_part_that_a_constant_adds_is_in_a_hash_of_its_own() -> None:
+    default = "#ifndef LOW_RANK_STEPS\n#define LOW_RANK_STEPS 0\n#endif\n"
+    part = """#if LOW_RANK_STEPS > 0
+#include "d.cuh"
+#if B
+int e;
+#endif
+#else
+int f;
+#endif
+"""
+    before = jit.source_digests({"a/a.cu": "#if B\nint g;\n#endif\nint f;\n"})
+    texts = {"a/a.cu": default + "#if B\nint g;\n#endif\n" + part, "a/d.cuh": "int d;"}
+    found = jit.source_digests(texts)
+    assert found.keys() == {"a", "a, low rank"}
+    assert found["a"] == before["a"]
+    other = jit.source_digests(texts | {"a/d.cuh": "int h;"})
+    assert other["a"] == found["a"]
+    assert other["a, low rank"] != found["a, low rank"]
+
+
 def test_every_kernel_is_hashed_and_every_measured_one_is_known() -> None:
     now = jit.source_digests()
-    assert len(now) == len(list(jit.KERNELS.rglob("*.cu")))
+    assert {name.split(", ")[0] for name in now} == {path.stem for path in jit.KERNELS.rglob("*.cu")}
     assert {name for kernels in tool.KERNELS.values() for name in kernels} <= now.keys()
     assert all(len(set(kernels)) == len(kernels) for kernels in tool.KERNELS.values())
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -183,17 +183,57 @@ def _used_sources(source: str, texts: Mapping[str, str] | None = None) -> list[s
     return [part for item in sorted(used.items()) for part in item]
 
 
+# What a constant above 0 adds to a kernel, and what a kernel with it is called.
+_PARTS = {"LOW_RANK_STEPS": "low rank"}
+
+
+def _without(text: str, constant: str) -> str:
+    """Source without what ``constant`` above 0 adds: the lines of ``#if CONSTANT > 0``, and its own definition as 0."""
+    text = re.sub(rf"#ifndef {constant}\n#define {constant} 0\n#endif\n", "", text)
+    kept, inside = (
+        [],
+        list[bool | None](),
+    )  # of each #if around: whether it is a part's, and then whether its lines count
+    for line in text.splitlines():
+        word = line.strip()
+        if word.startswith("#if"):
+            inside.append(False if word == f"#if {constant} > 0" else None)
+            is_line = inside[-1] is None
+        elif word == "#endif":
+            is_line = inside.pop() is None
+        elif word == "#else" and inside[-1] is not None:
+            inside[-1], is_line = not inside[-1], False
+        else:
+            is_line = True
+        if is_line and False not in inside:
+            kept.append(line)
+    return "\n".join(kept)
+
+
 def source_digests(texts: Mapping[str, str] | None = None) -> dict[str, str]:
     """A hash of each kernel's sources without comments and layout, by the kernel's name, for records.
+
+    A part that a constant adds is in the hash of "<kernel>, <part>" alone: without it the kernel is what it was.
 
     texts: device source files by their path under ``kernels/``, those of this package where none are given.
     """
     texts = sources() if texts is None else texts
+    plain = texts
+    for constant in _PARTS:
+        plain = {name: _without(text, constant) for name, text in plain.items()}
     digests = {}
     for source in sorted(name for name in texts if name.endswith(".cu")):
-        code = re.sub(r"//[^\n]*|/\*.*?\*/", "", "\n".join(_used_sources(source, texts)[1::2]), flags=re.DOTALL)
-        digests[Path(source).stem] = hashlib.sha256(" ".join(code.split()).encode()).hexdigest()[:12]
+        name, used = Path(source).stem, _used_sources(source, texts)
+        digests[name] = _digest(_used_sources(source, plain))
+        for constant, part in _PARTS.items():
+            if any(f"#if {constant} > 0" in text for text in used[1::2]):
+                digests[f"{name}, {part}"] = _digest(used)
     return digests
+
+
+def _digest(used: Sequence[str]) -> str:
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", "\n".join(used[1::2]), flags=re.DOTALL)
+    return hashlib.sha256(" ".join(code.split()).encode()).hexdigest()[:12]
 
 
 def nvrtc_version() -> str:
