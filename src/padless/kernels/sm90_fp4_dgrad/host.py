@@ -1,0 +1,79 @@
+"""Host side of sm90_fp4_dgrad.cu: picks a configuration, encodes tensor maps, packs the launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from padless.formats import MXFP4, NVFP4, TILE_BYTES, BlockScaledTensor, ceil_div
+from padless.kernels.config import room_for_groups
+from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
+from padless.kernels.maps import output_ragged
+from padless.kernels.sm90_fp4_dgrad.config import BLOCK_COLUMNS, BLOCK_N, Fp4DgradConfig, select_config
+from padless.runtime import tensor_map
+from padless.runtime.driver import Argument, Driver, LaunchShape
+
+KERNEL = "sm90_fp4_dgrad/sm90_fp4_dgrad.cu"
+Config = Fp4DgradConfig
+
+
+def can_read(weights: BlockScaledTensor) -> bool:
+    """Whether the kernel reads these weights (G, N, K): MXFP4 or NVFP4, rows of codes and of dY whole 16 bytes."""
+    if weights.format not in (MXFP4, NVFP4) or weights.scale_layout not in ("plain", "blocked"):
+        return False
+    data = weights.data
+    strides = [tensor_map.outer_stride(data, dim) for dim in (0, 1)]
+    is_aligned = not any(value % 16 for value in (*strides, data.data_ptr(), data.shape[2]))
+    return is_aligned and data.stride(2) == 1 and weights.scale.stride(-1) == 1 and data.shape[1] % 8 == 0
+
+
+def prepare(
+    driver: Driver,
+    dy: torch.Tensor,
+    weights: BlockScaledTensor,
+    offs: torch.Tensor | None,
+    out: torch.Tensor,
+    config: Fp4DgradConfig | None,
+) -> Prepared:
+    """Packs the launch of out = dy @ weights of its group: dy (M, N), weights (G, N, K) that `can_read`, out (M, K)."""
+    (m, k), (num_groups, n) = out.shape, weights.data.shape[:2]
+    device = out.device.index or 0
+    blocked = weights.scale_layout == "blocked"
+    if config is None:
+        config = select_config(weights.format.name, m, num_groups, blocked=blocked)
+    else:
+        room = room_for_groups(num_groups)
+        config = replace(config, format=weights.format.name, blocked=blocked, max_groups=room)
+    kernel, function = load_kernel(driver, KERNEL, config, device)
+    specs = (_rows(dy, min(config.block_m, 64)), _codes(weights.data), output_ragged(out, config.block_m))
+    scale, global_scale = weights.scale, weights.global_scale
+    arguments: list[Argument] = [driver.encode(spec) for spec in specs]
+    arguments += [(scale.data_ptr(), 8), *((stride, 8) for stride in _strides_of_scales(weights))]
+    arguments += [(0 if global_scale is None else global_scale.data_ptr(), 8)]
+    arguments += [(0 if global_scale is None or global_scale.numel() == 1 else 1, 4)]
+    arguments += [(0 if offs is None else offs.data_ptr(), 8)]
+    arguments += [(value, 4) for value in (m, n, k, num_groups)]
+    arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
+    grid = persistent_grid(driver.num_sms(device), most_tiles(m, k, num_groups, config.block_m, BLOCK_COLUMNS))
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
+    tensors = [t for t in (dy, weights.data, scale, global_scale, offs, out) if t is not None]
+    return Prepared(driver.prepare(function, kernel, shape, arguments, tensors))
+
+
+def _rows(dy: torch.Tensor, rows: int) -> tensor_map.TensorMapSpec:
+    """(M, N), read ``rows`` rows of 64 of N at a time."""
+    return replace(tensor_map.operand(dy, rows), box=(BLOCK_N, rows))
+
+
+def _codes(data: torch.Tensor) -> tensor_map.TensorMapSpec:
+    """(G, N, K / 2) bytes, read 64 rows of 256 codes at a time."""
+    return tensor_map.operand(data.view(torch.uint8), BLOCK_N)
+
+
+def _strides_of_scales(weights: BlockScaledTensor) -> tuple[int, int]:
+    """Bytes from a group's scales to the next group's, and from a row's to the next; blocked: of 128 rows."""
+    if weights.scale_layout == "plain":
+        return weights.scale.stride(0), weights.scale.stride(1)
+    of_128_rows = ceil_div(weights.scale_columns, 4) * TILE_BYTES
+    return ceil_div(weights.data.shape[1], 128) * of_128_rows, of_128_rows
