@@ -1,0 +1,73 @@
+"""The gradient of the rows of a grouped product with FP4 weights, from their codes: checks, choice of a kernel, launch."""
+
+from __future__ import annotations
+
+import torch
+
+from padless.formats import BlockScaledTensor
+from padless.kernels.config import MAX_GROUPS
+from padless.kernels.launch import Prepared
+from padless.kernels.remembered import facts_of, launch_remembered
+from padless.kernels.sm90_fp4_dgrad import host
+from padless.kernels.sm90_fp4_dgrad.config import Fp4DgradConfig
+from padless.ops.checks import describe
+from padless.runtime.architecture import HOPPER, kernels_arch
+from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.driver import Driver
+
+
+def fp4_input_gradient(
+    dy: torch.Tensor,
+    weights: BlockScaledTensor,
+    offs: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    backend: BackendName | None = None,
+    config: Fp4DgradConfig | None = None,
+) -> torch.Tensor | None:
+    """dy @ weights[g] for the rows of each group, (M, K) bfloat16, by the kernel that reads the codes.
+
+    Args:
+        dy: (M, N) bfloat16, contiguous.
+        weights: (G, N, K) codes.
+        offs: (G,) int32, cumulative END row of each group. Rows of the result from offs[-1] on are not written.
+        out: (M, K) bfloat16 to write into, or None for a new tensor.
+        backend: as for `padless.grouped_gemm`.
+        config: the kernel to use in place of the one that is picked; format, layout of the scales and room for groups
+            are taken from the weights.
+
+    Returns:
+        ``out``; None where no kernel reads these weights on this device: it is for MXFP4 and NVFP4 on Hopper, N a
+        multiple of 8 and K of 32. The sum over N is made in order, 16 at a time, in float32, and rounded once; for
+        MXFP4 its bits are those of the bfloat16 product with the dequantized weights.
+
+    Raises:
+        ValueError: ``out`` is not allowed, or ``backend`` is not available.
+    """
+    driver = _driver_of(dy, weights, backend)
+    if driver is None:
+        return None
+    shape = (dy.shape[0], weights.logical_shape[2])
+    if out is None:
+        out = torch.empty(shape, dtype=torch.bfloat16, device=dy.device)
+    elif tuple(out.shape) != shape or out.dtype != torch.bfloat16 or out.stride(1) != 1:
+        raise ValueError(f"out must be (M, K) = {shape} bfloat16, contiguous along K, got {describe(out)}")
+    if dy.shape[0] == 0 or weights.data.shape[0] == 0:
+        return out
+
+    def prepare() -> Prepared:
+        return host.prepare(driver, dy, weights, offs, out, config)
+
+    options = ("input gradient of FP4", config)
+    launch_remembered(facts_of(options, out, dy, weights, offs) if dy.is_cuda else None, prepare, out)
+    return out
+
+
+def _driver_of(dy: torch.Tensor, weights: BlockScaledTensor, backend: BackendName | None) -> Driver | None:
+    """The device whose kernel reads the operands, None where none does."""
+    chosen = chosen_backend(backend, dy)
+    is_read = host.can_read(weights) and weights.data.shape[0] <= MAX_GROUPS
+    if chosen == "reference" or not is_read or dy.data_ptr() % 16 != 0 or not dy.is_contiguous():
+        return None
+    driver = device_of(chosen, dy)
+    return driver if kernels_arch(driver.arch) == HOPPER.name else None
