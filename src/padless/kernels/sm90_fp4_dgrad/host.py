@@ -46,7 +46,8 @@ def prepare(
         room = room_for_groups(num_groups)
         config = replace(config, format=weights.format.name, blocked=blocked, max_groups=room)
     kernel, function = load_kernel(driver, KERNEL, config, device)
-    specs = (_rows(dy, min(config.block_m, 64)), _codes(weights.data), output_ragged(out, config.block_m))
+    rows = min(config.block_m, 64)  # of a copy
+    specs = (_rows(dy, rows), _codes(weights.data), output_ragged(out, rows))
     scale, global_scale = weights.scale, weights.global_scale
     arguments: list[Argument] = [driver.encode(spec) for spec in specs]
     arguments += [(scale.data_ptr(), 8), *((stride, 8) for stride in _strides_of_scales(weights))]

@@ -110,9 +110,11 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
                 codes.load(code_lane, shared, stage, round + 1);
             } else {
                 pipeline.advance();
-                if (step + 1 < stages) {  // else the last fragments are of old codes, and not used
+                if (step + 1 < stages) {
                     wait();
                     codes.load(code_lane, shared, pipeline.stage, 0);
+                } else {  // the last fragments are of old codes, and not used
+                    codes.has_second = false;
                 }
             }
             wgmma_wait_group<1>();  // the last round's fragments have been read
@@ -169,8 +171,10 @@ __device__ __forceinline__ void store_tile(const float (&d)[M64S][BLOCK_M / 2], 
     bar_sync(1 + warpgroup, 128);
     if (!issuer) return;
     const int column = tile.column + warpgroup * WARPGROUP_COLUMNS;
-    for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < k; ++s)
-        store_slab_ragged(map_d, shared_address(slabs) + s * SLAB_BYTES, column + s * SLAB_COLUMNS, tile.row,
-                          tile.row + tile.rows);
+    for (int s = 0; s < NUM_SLABS && column + s * SLAB_COLUMNS < k; ++s) {
+        for (int row = 0; row < tile.rows; row += BOX_ROWS)
+            store_slab_ragged(map_d, shared_address(slabs) + s * SLAB_BYTES + row * 128,
+                              column + s * SLAB_COLUMNS, tile.row + row, tile.row + tile.rows);
+    }
     cp_async_bulk_commit_group();
 }
