@@ -78,7 +78,9 @@ class Problem:
         )
 
 
-def random_problem(format: str, shape: Shape, seed: int = 0, *, scales: str = "", globals_each: bool = False) -> Problem:
+def random_problem(
+    format: str, shape: Shape, seed: int = 0, *, scales: str = "", globals_each: bool = False
+) -> Problem:
     """Operands on the CPU. scales: a key of `SCALES`; globals_each: NVFP4's global scale for each group."""
     generator = torch.Generator().manual_seed(seed)
     groups, n, k = len(shape.sizes), shape.n, shape.k
@@ -108,8 +110,6 @@ def launched(problem: Problem, config: Fp4DgradConfig | None = None, **settings:
     """The emulator's result in a guarded output, rows of groups alone; its reports are errors."""
     guarded = GuardedOutput(problem.dy.shape[0], problem.values.shape[2], torch.bfloat16)
     with emulated_driver().configured(**settings):
-        fp4_input_gradient(
-            problem.dy, problem.weights, problem.offs, out=guarded.out, backend=EMULATOR, config=config
-        )
+        fp4_input_gradient(problem.dy, problem.weights, problem.offs, out=guarded.out, backend=EMULATOR, config=config)
     guarded.check(problem.last, expect_finite=False)
     return guarded.out[: problem.last]

@@ -189,7 +189,8 @@ def test_without_rows_or_groups_nothing_is_written() -> None:
 
 
 @pytest.mark.parametrize(
-    "out", [torch.empty(25, 96), torch.empty(24, 96, dtype=torch.bfloat16), torch.empty(96, 25, dtype=torch.bfloat16).t()]
+    "out",
+    [torch.empty(25, 96), torch.empty(24, 96, dtype=torch.bfloat16), torch.empty(96, 25, dtype=torch.bfloat16).t()],
 )
 def test_an_output_that_is_not_allowed_is_named(out: torch.Tensor) -> None:
     problem = random_problem("MXFP4", SMALL, 14)

@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
         if (tile.column + warpgroup * WARPGROUP_COLUMNS >= problem.k) {
             skip_tile(shared, problem.n_stages(), lane, pipeline);
             release();
-        } else if (tile.rows <= BOX_ROWS) {
+        } else if (BOX_ROWS == BLOCK_M || tile.rows <= BOX_ROWS) {
             make_tile<BOX_ROWS>(d, shared, problem, map_d, tile, code_lane, warpgroup, warp, lane, pipeline,
                                 release);
         } else {
