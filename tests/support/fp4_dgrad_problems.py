@@ -1,4 +1,4 @@
-"""Random gradients through FP4 weights: operands, their product in float64, and the bits that the tensor core's sums give."""
+"""Random gradients through FP4 weights: operands, their product in float64, and the bits of the tensor core's sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of the rows of a grouped product with FP4 weights, from their codes: checks, choice of a kernel, launch."""
+"""The gradient of the rows of a grouped product with FP4 weights, from their codes: checks, launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from padless.kernels.launch import Prepared
 from padless.kernels.remembered import facts_of, launch_remembered
 from padless.kernels.sm90_fp4_dgrad import host
 from padless.kernels.sm90_fp4_dgrad.config import Fp4DgradConfig
-from padless.ops.checks import describe
+from padless.ops.checks import check_alignment, describe
 from padless.runtime.architecture import HOPPER, kernels_arch
 from padless.runtime.devices import BackendName, chosen_backend, device_of
 from padless.runtime.driver import Driver
@@ -19,7 +19,7 @@ from padless.runtime.driver import Driver
 def fp4_input_gradient(
     dy: torch.Tensor,
     weights: BlockScaledTensor,
-    offs: torch.Tensor,
+    offs: torch.Tensor | None,
     *,
     out: torch.Tensor | None = None,
     backend: BackendName | None = None,
@@ -28,9 +28,10 @@ def fp4_input_gradient(
     """dy @ weights[g] for the rows of each group, (M, K) bfloat16, by the kernel that reads the codes.
 
     Args:
-        dy: (M, N) bfloat16, contiguous.
+        dy: (M, N) bfloat16, contiguous along N.
         weights: (G, N, K) codes.
-        offs: (G,) int32, cumulative END row of each group. Rows of the result from offs[-1] on are not written.
+        offs: (G,) int32, cumulative END row of each group, or None for one group of all rows. Rows of the result from
+            offs[-1] on are not written.
         out: (M, K) bfloat16 to write into, or None for a new tensor.
         backend: as for `padless.grouped_gemm`.
         config: the kernel to use in place of the one that is picked; format, layout of the scales and room for groups
@@ -52,6 +53,7 @@ def fp4_input_gradient(
         out = torch.empty(shape, dtype=torch.bfloat16, device=dy.device)
     elif tuple(out.shape) != shape or out.dtype != torch.bfloat16 or out.stride(1) != 1:
         raise ValueError(f"out must be (M, K) = {shape} bfloat16, contiguous along K, got {describe(out)}")
+    check_alignment("out", out)
     if dy.shape[0] == 0 or weights.data.shape[0] == 0:
         return out
 
@@ -66,8 +68,7 @@ def fp4_input_gradient(
 def _driver_of(dy: torch.Tensor, weights: BlockScaledTensor, backend: BackendName | None) -> Driver | None:
     """The device whose kernel reads the operands, None where none does."""
     chosen = chosen_backend(backend, dy)
-    is_read = host.can_read(weights) and weights.data.shape[0] <= MAX_GROUPS
-    if chosen == "reference" or not is_read or dy.data_ptr() % 16 != 0 or not dy.is_contiguous():
+    if chosen == "reference" or weights.data.shape[0] > MAX_GROUPS or not host.can_read(dy, weights):
         return None
     driver = device_of(chosen, dy)
     return driver if kernels_arch(driver.arch) == HOPPER.name else None

@@ -4,8 +4,8 @@ What would convince a sceptic:
 
 * values of the weights from a table of E2M1 and the bytes of the scales, not from this package's conversions;
 * every row and every group within its rounding of the product in float64, not a norm over all of them;
-* the bits of the tensor core's sums, with empty groups, groups of one row, tails of N and of K, rows past the last group, in
-  every tile and with few stages, scales of the smallest and the largest size, on many schedules;
+* the bits of the tensor core's sums, with empty groups, groups of one row, tails of N and of K, rows past the last
+  group, in every tile and with few stages, scales of the smallest and the largest size, on many schedules;
 * nothing written but those rows (poison around and behind them), and NaN in all other rows without influence;
 * planted bugs (test_fp4_dgrad_bugs.py), each of which one of these tests, or a report of the emulator, has to find.
 """
@@ -35,7 +35,7 @@ SMALL = Shape((5, 0, 17, 1), 2, 72, 96)
 
 
 def errors(problem: Problem, out: torch.Tensor) -> torch.Tensor:
-    """Of each row, the largest error over what rounding explains: half a bfloat16 ulp, and the truncations of the sums."""
+    """Of each row, the largest error over what rounding explains: half a bfloat16 ulp, and the sums' truncations."""
     exact = problem.exact()
     steps = problem.dy.shape[1] / 16 + 2
     allowed = exact.abs() * 2.0**-8 + problem.sizes() * steps * 2.0**-23 + 2.0**-134

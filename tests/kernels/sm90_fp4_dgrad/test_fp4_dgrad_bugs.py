@@ -16,8 +16,8 @@ from support.fp4_dgrad_bugs import BUGS, MAIN, MXFP4, NVFP4
 from support.fp4_dgrad_problems import Problem, random_problem
 from support.planted_bugs import Bug, assert_found, cases, holds, search
 
-# An empty group, one of two tiles, one of half a tile, rows past the last group; three steps of N, of which the last is short;
-# two tiles of columns, of which the second has some for one warpgroup alone.
+# An empty group, one of two tiles, one of half a tile, rows past the last group; three steps of N, of which the last is
+# short; two tiles of columns, of which the second has some for one warpgroup alone.
 SHAPE = Shape((0, 130, 33), 3, 136, 352)
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from padless.kernels.config import check_common_fields, cpp_constants, fields_of, requirement_of, room_for_groups
-from padless.kernels.sm90_bf16.config import FORMATS
 
 BLOCK_COLUMNS = 256  # columns of a tile
 BLOCK_N = 64  # of the sums, to a stage
 BLOCKS_M = (32, 64, 128)
+FORMATS = {"MXFP4": 4, "NVFP4": 5}  # the numbers of kernels/sm90_bf16/dequantize.cuh
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fp4DgradConfig:
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
-        require(self.format in ("MXFP4", "NVFP4"), "format", "MXFP4 or NVFP4")
+        require(self.format in FORMATS, "format", "MXFP4 or NVFP4")
         require(self.block_m in BLOCKS_M, "block_m", "32, 64 or 128")
         check_common_fields(self, require)
 

@@ -18,14 +18,14 @@ KERNEL = "sm90_fp4_dgrad/sm90_fp4_dgrad.cu"
 Config = Fp4DgradConfig
 
 
-def can_read(weights: BlockScaledTensor) -> bool:
-    """Whether the kernel reads these weights (G, N, K): MXFP4 or NVFP4, rows of codes and of dY whole 16 bytes."""
+def can_read(dy: torch.Tensor, weights: BlockScaledTensor) -> bool:
+    """Whether the kernel reads dy (M, N) and these weights (G, N, K): MXFP4 or NVFP4, rows of both whole 16 bytes."""
     if weights.format not in (MXFP4, NVFP4) or weights.scale_layout not in ("plain", "blocked"):
         return False
-    data = weights.data
+    data, scale = weights.data, weights.scale
     strides = [tensor_map.outer_stride(data, dim) for dim in (0, 1)]
-    is_aligned = not any(value % 16 for value in (*strides, data.data_ptr(), data.shape[2]))
-    return is_aligned and data.stride(2) == 1 and weights.scale.stride(-1) == 1 and data.shape[1] % 8 == 0
+    sizes = (*strides, data.data_ptr(), data.shape[2], tensor_map.outer_stride(dy, 0), dy.data_ptr(), 2 * dy.shape[1])
+    return not any(size % 16 for size in sizes) and all(t.stride(-1) == 1 for t in (dy, data, scale))
 
 
 def prepare(

@@ -12,6 +12,7 @@ from padless.verify.fuzz import (
     decode,
     epilogue_lines,
     epilogues,
+    input_gradients,
     kinds,
     layers,
     product_lines,
@@ -30,6 +31,7 @@ _EPILOGUE = partial(epilogues.constants, (None, "interleaved", "concatenated"))
 _BY_CUDNN = partial(epilogues.rest, ("near", "changes"))
 
 _HOPPER = ("reference", "sm_90a")
+_HOPPERS_KERNEL = ("sm_90a",)
 
 SUBJECTS: dict[str, Subject] = {
     "grouped_gemm": Subject(
@@ -84,6 +86,10 @@ SUBJECTS: dict[str, Subject] = {
     "plain.grouped_gemm_wgrad": Subject(
         plain.wgrad_constants, plain.wgrad_rest, plain.judge_wgrad, 4, 2, _HOPPER, emulated=True,
         lines=plain.wgrad_lines
+    ),
+    "fp4_input_gradient": Subject(
+        input_gradients.constants, input_gradients.rest, input_gradients.judge, 4, 2, _HOPPERS_KERNEL, emulated=True,
+        lines=input_gradients.lines
     ),
     "moe.route": Subject(
         layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route,
