@@ -13,6 +13,7 @@ What would convince a sceptic:
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,16 @@ from padless.ops.fp4_input_gradient import fp4_input_gradient
 from padless.quantization.quantize import dequantize
 from padless.runtime.devices import backend_on_cpu
 from padless.testing.bits import same_bits
+from padless.testing.compile_ahead import Gpu, kernels_of
+from padless.verify.checks import Check
+from padless.verify.fuzz import input_gradients
+from padless.verify.fuzz.subjects import SUBJECTS
+from padless.verify.lines import check_of
+from padless.verify.run import jobs_of
 from support.bf16_problems import Shape
 from support.fp4_dgrad_problems import EMULATOR, SCALES, Problem, launched, random_problem
 
-FORMATS = ("MXFP4", "NVFP4")
+FORMATS, CALL = ("MXFP4", "NVFP4"), "fp4_input_gradient"
 # An empty group, one of two tiles, one of one row; the second tile of columns has some for one warpgroup alone.
 SHAPE = Shape((33, 0, 130, 1), 3, 136, 352)
 SMALL = Shape((5, 0, 17, 1), 2, 72, 96)
@@ -134,6 +141,50 @@ def test_wrong_offsets_stay_inside(offs: list[int]) -> None:
 def test_more_groups_than_lanes_and_threads() -> None:
     problem = random_problem("MXFP4", Shape(tuple(int(g % 13 == 5) for g in range(390)), 0, 16, 32), 9)
     assert same_bits(launched(problem), problem.wanted())
+
+
+@pytest.fixture
+def one_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of `padless verify` on one fixed problem of one kernel."""
+    one = {"b": "NVFP4", "b_layout": "plain", "tile": 1, "properties": ["near", "bits", "changes"]}
+    lines = [o for o in input_gradients.lines("sm_90a") if one.items() <= o.items() and len(o["sizes"]) == 4][:1]
+    lines = [o | {"sizes": [5, 0, 17, 1], "n": 96, "k": 72, "properties": ["near", "bits"]} for o in lines]
+    monkeypatch.setitem(SUBJECTS, CALL, replace(SUBJECTS[CALL], lines=lambda arch: lines))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_problem")
+def test_the_check_of_a_gpu_passes_in_the_emulator() -> None:
+    assert "elements" in check_of(CALL).on(EMULATOR)
+
+
+@pytest.mark.usefixtures("one_problem")
+def test_an_element_that_is_a_bit_off_fails_the_check_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fp4_input_gradient
+
+    def off(dy: torch.Tensor, *operands: Any, out: torch.Tensor, **how: Any) -> Any:
+        made = right(dy, *operands, out=out, **how)
+        if dy.shape[0] > 1:
+            out.view(torch.int16)[1, 2] ^= 1
+        return made
+
+    monkeypatch.setattr(input_gradients, "fp4_input_gradient", off)
+    with pytest.raises(AssertionError, match=r"sizes=\[5, 0, 17, 1\].* the reference's bits"):
+        check_of(CALL).on(EMULATOR)
+
+
+@pytest.mark.slow
+def test_all_kernels_of_the_check_are_compiled_ahead() -> None:
+    jobs, sanitized = jobs_of("sm_90a")
+    assert f"padless.verify.lines {CALL}" in sanitized
+    check = jobs["FP4 input gradients"]
+    assert isinstance(check, Check)
+    asked, problems = kernels_of(check.rehearsals("sm_90a"), Gpu("sm_90a", 132))
+    assert not problems
+    wanted = {
+        Fp4DgradConfig(f, block_m=m, blocked=b).prelude() for f in FORMATS for m in BLOCKS_M for b in (False, True)
+    }
+    assert wanted <= {kernel.prelude for kernel in asked}
 
 
 # ------------------------------------------------------------------------------------------------ the call

@@ -25,8 +25,8 @@ from padless.verify.fuzz.problem import Draw, Options
 
 # The tensor core keeps 25 fractional bits of the largest of 16 products, the reference float64.
 _PRECISION = judging.FLOAT32_PRECISION._replace(floor=2.0**-126)
-# Rows, rows past the last group, columns of the result, terms of a sum: tails of both, groups of 0, 1, 127, 129 rows, more
-# tiles than CTAs.
+# Rows, rows past the last group, columns of the result, terms of a sum: tails of both, groups of 0, 1, 127, 129 rows,
+# more tiles than CTAs.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
     ((1,), 0, 32, 8),
     ((0, 0, 0), 3, 96, 144),
