@@ -247,3 +247,20 @@ def test_an_output_that_is_not_allowed_is_named(out: torch.Tensor) -> None:
     problem = random_problem("MXFP4", SMALL, 14)
     with pytest.raises(ValueError, match=r"out must be \(M, K\) = \(25, 96\) bfloat16, contiguous along K"):
         fp4_input_gradient(problem.dy, problem.weights, problem.offs, out=out, backend=EMULATOR)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_stage_is_read_before_it_is_filled_again(format: str) -> None:
+    """1,000 calls with two stages, where the next fill follows soonest, have the bits of one with as many as fit."""
+    sizes = tuple(97 + 5 * (g % 31) for g in range(64))
+    problem = random_problem(format, Shape(sizes, 0, 1536, 2048), 15)
+    dy, weights, offs = problem.dy.cuda(), problem.weights.to("cuda"), problem.offs.cuda()
+    out = torch.empty((problem.last, 2048), dtype=torch.bfloat16, device="cuda")
+    want = fp4_input_gradient(dy, weights, offs)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        out.fill_(float("nan"))
+        fp4_input_gradient(dy, weights, offs, out=out, config=Fp4DgradConfig(format, num_stages=2))
+        wrong += (out.view(torch.int16) != want.view(torch.int16)).any()
+    assert wrong.item() == 0, f"{wrong.item()} of 1000 calls"
