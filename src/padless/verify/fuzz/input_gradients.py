@@ -1,4 +1,4 @@
-"""Gradients of rows through FP4 weights under judgement: `fp4_input_gradient`."""
+"""Random problems of `fp4_input_gradient`, gradients of rows through FP4 weights, and what must hold of each."""
 
 from __future__ import annotations
 
