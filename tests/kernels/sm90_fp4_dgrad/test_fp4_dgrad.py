@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from padless import grouped_gemm
+from padless import MXFP8, grouped_gemm, quantize
 from padless.formats import BlockScaledTensor
 from padless.kernels.sm90_fp4_dgrad.config import BLOCKS_M, Fp4DgradConfig
 from padless.nn.lora import frozen
-from padless.ops.fp4_input_gradient import fp4_input_gradient
+from padless.ops.fp4_input_gradient import fp4_input_gradient, reads_codes
 from padless.quantization.quantize import dequantize
+from padless.reference.fp4_input_gradient import fp4_input_gradient_reference
 from padless.runtime.devices import backend_on_cpu
 from padless.testing.bits import same_bits
 from padless.testing.compile_ahead import Gpu, kernels_of
@@ -127,7 +128,6 @@ def test_other_rows_have_no_influence() -> None:
     assert bool(others[:start].isnan().all())
     ends = torch.tensor([end - start], dtype=torch.int32)
     alone = fp4_input_gradient(dy[start:end], problem.weights[2:3], ends, backend=EMULATOR)
-    assert alone is not None
     assert same_bits(alone, out[start:end])
 
 
@@ -198,30 +198,44 @@ def test_mxfp4_has_the_bits_of_the_product_with_dequantized_weights() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_on_the_cpu_it_is_the_reference(format: str) -> None:
+    problem = random_problem(format, SMALL, 16, globals_each=True)
+    for each in (problem, problem.blocked()):
+        out = fp4_input_gradient(each.dy, each.weights, each.offs)[: problem.last]
+        assert bool((errors(problem, out) <= 1.0).all())
+        bits = fp4_input_gradient_reference(each.dy, each.weights, each.offs, accumulation="tensor_core")
+        assert same_bits(bits[: problem.last], problem.wanted())
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_frozen_experts_take_it_on_hopper_alone(format: str) -> None:
     problem = random_problem(format, SMALL, 11)
-    operands = (problem.dy, problem.weights, problem.offs)
+    operands = (problem.dy, problem.weights)
+    assert reads_codes(*operands, EMULATOR)
     with backend_on_cpu(EMULATOR):
-        assert same_bits(frozen.input_gradient(*operands)[: problem.last], problem.wanted())
-    for backend in ("reference", "emulator:sm_100a"):
-        assert fp4_input_gradient(*operands, backend=backend) is None
-    assert fp4_input_gradient(*operands) is None, "tensors on a CPU get the reference"
-    on_cpu = frozen.input_gradient(*operands)[: problem.last]
-    assert bool(((on_cpu.double() - problem.exact()).norm(dim=1) <= 0.01 * problem.exact().norm(dim=1)).all())
+        assert same_bits(frozen.input_gradient(*operands, problem.offs)[: problem.last], problem.wanted())
+    assert not any(reads_codes(*operands, backend) for backend in (None, "reference", "emulator:sm_100a"))
+    with pytest.raises(ValueError, match=rf"no kernel reads the codes of weights {format} \(4, 72, 96\) .* for sm_90a"):
+        fp4_input_gradient(*operands, problem.offs, backend="emulator:sm_100a")
+    right = frozen.dequantized_input_gradient(*operands, problem.offs)
+    assert same_bits(frozen.input_gradient(*operands, problem.offs)[: problem.last], right[: problem.last])
 
 
 def test_what_the_kernel_does_not_read_is_left_to_others() -> None:
     problem = random_problem("MXFP4", SMALL, 12)
 
-    def result(dy: torch.Tensor, weights: BlockScaledTensor) -> torch.Tensor | None:
-        return fp4_input_gradient(dy, weights, problem.offs, backend=EMULATOR)
+    def is_read(dy: torch.Tensor, weights: BlockScaledTensor = problem.weights) -> bool:
+        return reads_codes(dy, weights, EMULATOR)
 
-    weights = problem.weights
-    assert result(problem.dy, weights) is not None
-    assert result(torch.cat([problem.dy[:, :4], problem.dy], 1)[:, 4:], weights) is None, "address and strides of dy"
-    assert result(problem.dy[:, :68].contiguous(), _first_rows(weights, 68)) is None, "N"
+    dy = problem.dy
+    assert is_read(dy)
+    assert is_read(torch.cat([dy, dy], 1)[:, 72:]), "rows of twice the length, on 16 bytes"
+    assert not is_read(torch.cat([dy[:, :4], dy], 1)[:, 4:]), "address and strides of dy"
+    assert not is_read(dy[:, :68].contiguous(), _first_rows(problem.weights, 68)), "N"
     odd = random_problem("NVFP4", Shape((5,), 0, 16, 48))
-    assert fp4_input_gradient(odd.dy, odd.weights, odd.offs, backend=EMULATOR) is None, "rows of 24 bytes"
+    assert not is_read(odd.dy, odd.weights), "rows of 24 bytes"
+    mxfp8 = quantize(torch.randn(4, 72, 96), MXFP8, kind="weight")
+    assert not is_read(dy, mxfp8), "MXFP8"
 
 
 def _first_rows(weights: BlockScaledTensor, rows: int) -> BlockScaledTensor:

@@ -23,7 +23,7 @@ from padless.moe.layer import Projection
 from padless.nn.calls import call
 from padless.nn.lora.low_rank import Factors, LowRank, gradients
 from padless.nn.rows import groups_from_front, groups_to_front
-from padless.ops.fp4_input_gradient import fp4_input_gradient
+from padless.ops.fp4_input_gradient import fp4_input_gradient, reads_codes
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lowered_by_lift, quantize_lifted
 from padless.quantization.quantize import dequantize
@@ -140,8 +140,9 @@ def input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Ten
     if weights.format == FP8_BLOCK and weights.scale_layout == "plain":
         rows = quantize_lifted(dy)
         return grouped_gemm(rows, transposed(weights.data, lowered_by_lift(weights.scale)), offs)
-    found = fp4_input_gradient(dy, weights, offs)
-    return dequantized_input_gradient(dy, weights, offs) if found is None else found
+    if reads_codes(dy, weights):
+        return fp4_input_gradient(dy, weights, offs)
+    return dequantized_input_gradient(dy, weights, offs)
 
 
 def dequantized_input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,6 @@ _EPILOGUE = partial(epilogues.constants, (None, "interleaved", "concatenated"))
 _BY_CUDNN = partial(epilogues.rest, ("near", "changes"))
 
 _HOPPER = ("reference", "sm_90a")
-_HOPPERS_KERNEL = ("sm_90a",)
 
 SUBJECTS: dict[str, Subject] = {
     "grouped_gemm": Subject(
@@ -88,7 +87,7 @@ SUBJECTS: dict[str, Subject] = {
         lines=plain.wgrad_lines
     ),
     "fp4_input_gradient": Subject(
-        input_gradients.constants, input_gradients.rest, input_gradients.judge, 4, 2, _HOPPERS_KERNEL, emulated=True,
+        input_gradients.constants, input_gradients.rest, input_gradients.judge, 4, 2, _HOPPER, emulated=True,
         lines=input_gradients.lines
     ),
     "moe.route": Subject(
