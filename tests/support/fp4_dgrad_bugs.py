@@ -36,13 +36,13 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale of the neighbouring block of 32",
         (),
-        ((LOAD, "tile.column / SCALE_BLOCK + column;", "tile.column / SCALE_BLOCK + (column ^ 1);"),),
+        ((LOAD, "first_column + column);", "first_column + (column ^ 1));"),),
         MXFP4,
     ),
     Bug("scales of two rows swapped", (), ((LOAD, "(low | high << 8)", "(high | low << 8)"),)),
     Bug("scales of two rows swapped", (), ((LOAD, "mxfp4_factor(high), 0x5410", "mxfp4_factor(high), 0x1054"),), MXFP4),
     Bug("factors of the first 32 rows for all", (), ((MULTIPLY, "+ round * (ROUND_N / 2 * 4);", ";"),)),
-    Bug("factors in the order of the rows", (), ((LOAD, "pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4", "pair"),)),
+    Bug("factors in the order of the rows", (), ((LOAD, "pair % 4 * 4 + pair / 4;", "pair;"),)),
     Bug("factors of the first group", (), ((LOAD, "tile.group * problem.scales_group_stride", "0"),)),
     Bug(
         "second factors left out", (), ((MULTIPLY, "if (MAY_BE_LARGE && has_second)", "if (false)"),), MXFP4, quick=True
@@ -92,7 +92,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("full barrier not waited for", ("race", "uninitialised-shared"), ((MULTIPLY, WAIT_FULL, ""),), quick=True),
     Bug("the copies do not wait for an empty stage", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
     Bug("the factors do not wait for an empty stage", ("race",), ((LOAD, WAIT_EMPTY, ""),), nth=1),
-    Bug("factors are not waited for", ("race", "mbarrier", "uninitialised-shared"), ((MAIN, "1 + 32", "1"),)),
+    Bug("factors are not waited for", ("race", "mbarrier", "uninitialised-shared"), ((MAIN, "1 + NUM_SCALE_WARPS * 32", "1"),)),
     Bug(
         "a stage given back before its products",
         ("race",),

@@ -36,12 +36,58 @@ __device__ __forceinline__ long long scale_offset(const Problem& problem, int n,
         return n * problem.scales_row_stride + column;
 }
 
-// A warp turns every NUM_SCALE_WARPS-th stage's scales into factors, number `turn` first. A word is the factors of rows n and
-// n + 1 of the weights, n even, which a product has in a word too. Scales of weights that do not exist count as 0.
-__device__ __forceinline__ void write_factors(SharedStorage& shared, const Problem& problem, int turn,
+// A lane's scales of a step: of two neighbouring rows of the weights, the first of them even.
+constexpr int LANE_WORDS = ROUND_N / 2 * SCALE_COLUMNS / 32;
+constexpr int PAIR_STEP = 32 / SCALE_COLUMNS;  // pairs of rows from one word of a lane to its next
+using ScaleBytes = uint32_t[LANE_WORDS][2];
+
+// Those of weights that do not exist count as 0.
+__device__ __forceinline__ void load_scales(ScaleBytes& bytes, const Problem& problem, const uint8_t* scales,
+                                            int first_row, int column) {
+    const bool exists = column < problem.scale_columns();
+#pragma unroll
+    for (int i = 0; i < LANE_WORDS; ++i) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int n = first_row + 2 * PAIR_STEP * i + h;
+            bytes[i][h] = exists && n < problem.n ? __ldg(scales + scale_offset(problem, n, column)) : 0;
+        }
+    }
+}
+
+// As factors to shared memory. A word has the factors of two rows, as a word of the A operand has their values. Pair 4 j + q,
+// of rows 8 j + 2 q and the next, is word 4 q + j.
+__device__ __forceinline__ void store_factors(SharedStorage& shared, const ScaleBytes& bytes, int stage,
+                                              int round, int first_pair, int column, int lane) {
+    uint32_t any = 0;
+#pragma unroll
+    for (int i = 0; i < LANE_WORDS; ++i) {
+        const int pair = first_pair + i * PAIR_STEP;
+        const int at = round * (ROUND_N / 2) + pair % 4 * 4 + pair / 4;
+        const uint32_t low = bytes[i][0], high = bytes[i][1];
+        uint32_t factors;
+        if constexpr (FORMAT == FORMAT_NVFP4) {
+            factors = nvfp4_factors<false>((low | high << 8) & 0x7F7F);  // the sign bits mean nothing
+        } else {
+            factors = prmt(mxfp4_factor(low), mxfp4_factor(high), 0x5410);
+            any |= low | high;
+            st_shared_u32(shared_address(&shared.second_factors[stage][column][at]),
+                          prmt(mxfp4_second_factor(low), mxfp4_second_factor(high), 0x5410));
+        }
+        st_shared_u32(shared_address(&shared.factors[stage][column][at]), factors);
+    }
+    if constexpr (MAY_BE_LARGE) {
+        const bool is_large = __any_sync(0xffffffff, mxfp4_is_large(any));
+        if (lane == 0) st_shared_u32(shared_address(&shared.is_large[stage][round]), is_large);
+    }
+}
+
+constexpr int STEPS_AHEAD = 4;  // by which scales are fetched into L2, a row to a lane
+
+// A scale warp: the factors of round `round` of every stage. It has less than a stage's time for them, of which loads that L2
+// answers take a part, and others would take all.
+__device__ __forceinline__ void write_factors(SharedStorage& shared, const Problem& problem, int round,
                                               int lane) {
-    constexpr int WORDS = BLOCK_N / 2 * SCALE_COLUMNS / 32;  // to a lane
-    constexpr int STEP = 32 / SCALE_COLUMNS;                 // pairs of rows from one word of a lane to its next
     const int column = lane % SCALE_COLUMNS, first_pair = lane / SCALE_COLUMNS;
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
@@ -49,47 +95,17 @@ __device__ __forceinline__ void write_factors(SharedStorage& shared, const Probl
     Tile tile;
     while (reader.next(tile, lane)) {
         const uint8_t* const scales = problem.scales + tile.group * problem.scales_group_stride;
-        const int of_row = tile.column / SCALE_BLOCK + column;
-        const bool exists = of_row < problem.scale_columns();
-        for (int step = 0; step < stages; ++step, pipeline.advance()) {
-            turn = turn == 0 ? NUM_SCALE_WARPS - 1 : turn - 1;
-            if (turn != NUM_SCALE_WARPS - 1) continue;
-            const int stage = pipeline.stage;
-            uint32_t bytes[WORDS][2];
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int n = step * BLOCK_N + 2 * (first_pair + i * STEP) + h;
-                    bytes[i][h] =
-                        exists && n < problem.n ? __ldg(scales + scale_offset(problem, n, of_row)) : 0;
-                }
-            }
+        const int first_column = tile.column / SCALE_BLOCK;
+        for (int step = 0; step < stages; ++step) {
+            const int stage = pipeline.stage, first_row = step * BLOCK_N + round * ROUND_N;
+            const int later = first_row + STEPS_AHEAD * BLOCK_N + lane;
+            if (later < problem.n) prefetch_global_l2(scales + scale_offset(problem, later, first_column));
+            ScaleBytes bytes;
+            load_scales(bytes, problem, scales, first_row + 2 * first_pair, first_column + column);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            uint32_t any = 0;
-#pragma unroll
-            for (int i = 0; i < WORDS; ++i) {
-                // Pair 16 r + 4 j + q, of rows 32 r + 8 j + 2 q and the next, is word 16 r + 4 q + j.
-                const int pair = first_pair + i * STEP;
-                const int at = pair / 16 * 16 + pair % 4 * 4 + pair / 4 % 4;
-                const uint32_t low = bytes[i][0], high = bytes[i][1];
-                uint32_t factors;
-                if constexpr (FORMAT == FORMAT_NVFP4) {
-                    factors = nvfp4_factors<false>((low | high << 8) & 0x7F7F);  // the sign bits mean nothing
-                } else {
-                    factors = prmt(mxfp4_factor(low), mxfp4_factor(high), 0x5410);
-                    any |= low | high;
-                    st_shared_u32(
-                        shared_address(&shared.second_factors[stage][column][at]),
-                        prmt(mxfp4_second_factor(low), mxfp4_second_factor(high), 0x5410));
-                }
-                st_shared_u32(shared_address(&shared.factors[stage][column][at]), factors);
-            }
-            if constexpr (MAY_BE_LARGE) {
-                const bool is_large = __any_sync(0xffffffff, mxfp4_is_large(any));
-                if (lane == 0) st_shared_u32(shared_address(&shared.is_large[stage]), is_large);
-            }
+            store_factors(shared, bytes, stage, round, first_pair, column, lane);
             mbarrier_arrive(shared_address(&shared.full[stage]));
+            pipeline.advance();
         }
         if (lane == 0) reader.release();
         reader.advance();

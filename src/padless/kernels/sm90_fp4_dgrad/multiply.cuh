@@ -33,7 +33,7 @@ struct Codes {
         ldmatrix_x4_trans(lane.codes + stage * CODE_BYTES + round * (ROUND_N * 128), words);
         const uint32_t at = stage * STAGE_FACTOR_BYTES + round * (ROUND_N / 2 * 4);
         ld_shared_v4_u32(lane.factors + at, factors[0], factors[1], factors[2], factors[3]);
-        has_second = MAY_BE_LARGE && ld_shared_b32(shared_address(&shared.is_large[stage])) != 0;
+        has_second = MAY_BE_LARGE && ld_shared_b32(shared_address(&shared.is_large[stage][round])) != 0;
     }
 
     // Codes i of both rows of a word become word i of the A operands: row 16 warp + lane / 4 + 8 (i % 2) of m64 i / 2.

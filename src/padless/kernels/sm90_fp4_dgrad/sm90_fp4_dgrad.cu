@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             prefetch_tensormap(map_codes);
             prefetch_tensormap(map_d);
             for (int s = 0; s < STAGES; ++s) {
-                mbarrier_init(shared_address(&shared.full[s]), 1 + 32);  // all lanes of a scale warp
+                mbarrier_init(shared_address(&shared.full[s]), 1 + NUM_SCALE_WARPS * 32);
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
             }
             fence_mbarrier_init();

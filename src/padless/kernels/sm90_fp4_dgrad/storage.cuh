@@ -12,7 +12,7 @@ constexpr int WARPGROUP_COLUMNS = BLOCK_COLUMNS / NUM_MMA_WARPGROUPS;
 constexpr int M64S = WARPGROUP_COLUMNS / WGMMA_M;
 constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + 1);
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
-constexpr int NUM_SCALE_WARPS = 2;
+constexpr int NUM_SCALE_WARPS = 2;  // one for each round of a stage
 constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_SCALE_WARPS;  // with the producer
 static_assert(BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "rows");
 static_assert(is_fp4(FORMAT), "two codes a byte");
@@ -32,6 +32,7 @@ constexpr int CODE_BYTES = BLOCK_N * BLOCK_COLUMNS / 2;
 constexpr int FACTOR_WORDS = BLOCK_N / 2 + 4;
 constexpr int ROUND_N = 32;
 constexpr int ROUNDS = BLOCK_N / ROUND_N;
+static_assert(ROUNDS == NUM_SCALE_WARPS, "a warp for each");
 constexpr bool MAY_BE_LARGE = FORMAT == FORMAT_MXFP4;  // scales that take two factors
 
 // A slab is 64 columns of D, 128 bytes, of BLOCK_M rows.
@@ -46,7 +47,7 @@ struct alignas(1024) SharedStorageOf {
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
     alignas(16) uint32_t factors[STAGES][SCALE_COLUMNS][FACTOR_WORDS];
     alignas(16) uint32_t second_factors[MAY_BE_LARGE ? STAGES : 1][SCALE_COLUMNS][FACTOR_WORDS];
-    uint32_t is_large[STAGES];  // whether the second factors of a stage count
+    uint32_t is_large[STAGES][ROUNDS];  // whether second factors count
     uint64_t full[STAGES], empty[STAGES];
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
