@@ -13,6 +13,8 @@ MXFP4 = Fp4DgradConfig("MXFP4", num_stages=2)
 
 WAIT_EMPTY = "mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);"
 WAIT_FULL = "mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);"
+AWAITS_SCALES = "mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);"
+AWAITS_FACTORS = "mbarrier_wait(shared_address(&shared.has_factors[pipeline.stage]), pipeline.phase);"
 STAGED = """    fence_proxy_async_shared();
     bar_sync(1 + warpgroup, 128);"""
 GIVEN_BACK = """wgmma_wait_group<1>();  // the last round's fragments have been read
@@ -36,14 +38,17 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale of the neighbouring block of 32",
         (),
-        ((LOAD, "first_column + column);", "first_column + (column ^ 1));"),),
+        ((LOAD, "scale_address(shared, stage, step, n, column)", "scale_address(shared, stage, step, n, column ^ 1)"),),
         MXFP4,
     ),
     Bug("scales of two rows swapped", (), ((LOAD, "(low | high << 8)", "(high | low << 8)"),)),
     Bug("scales of two rows swapped", (), ((LOAD, "mxfp4_factor(high), 0x5410", "mxfp4_factor(high), 0x1054"),), MXFP4),
     Bug("factors of the first 32 rows for all", (), ((MULTIPLY, "+ round * (ROUND_N / 2 * 4);", ";"),)),
     Bug("factors in the order of the rows", (), ((LOAD, "pair % 4 * 4 + pair / 4;", "pair;"),)),
-    Bug("factors of the first group", (), ((LOAD, "tile.group * problem.scales_group_stride", "0"),)),
+    Bug("scales of the first group", (), ((LOAD, "tile.group * row_tiles", "0"),)),
+    Bug("scales of the first tile's columns", (), ((LOAD, "column_tiles + column / TILE_COLUMNS", "column_tiles"),)),
+    Bug("scales of the first half of a tile", (), ((STORAGE, "step % (128 / BLOCK_N) * BLOCK_N + n", "n"),)),
+    Bug("scales of the first 128 rows", (), ((LOAD, "row_tiles + step * BLOCK_N / 128", "row_tiles"),)),
     Bug(
         "second factors left out", (), ((MULTIPLY, "if (MAY_BE_LARGE && has_second)", "if (false)"),), MXFP4, quick=True
     ),
@@ -51,8 +56,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("sign bits of scales count", (), ((LOAD, "& 0x7F7F", ""),)),
     Bug("global scale of the first group", (), ((MAIN, "tile.group * problem.global_stride", "0"),)),
     Bug("values stay 2^-8 too small", (), ((MAIN, "static_cast<float>(1 << NVFP4_SHIFT)", "1.0f"),)),
-    Bug("scales of rows that do not exist are read", (), ((LOAD, "exists && n < problem.n", "exists"),)),
-    Bug("scales of columns that do not exist are read", (), ((LOAD, "exists && n < problem.n", "n < problem.n"),)),
+    Bug("scales of rows that do not exist count", (), ((LOAD, "n < rows_left ? byte : 0", "byte"),)),
     # --- which tile
     Bug("codes of the tile before", (), ((LOAD, "tile.column / 2, step", "tile.column / 4, step"),), quick=True),
     Bug(
@@ -91,8 +95,8 @@ BUGS: tuple[Bug, ...] = (
     # --- the order of things
     Bug("full barrier not waited for", ("race", "uninitialised-shared"), ((MULTIPLY, WAIT_FULL, ""),), quick=True),
     Bug("the copies do not wait for an empty stage", ("race", "mbarrier"), ((LOAD, WAIT_EMPTY, ""),)),
-    Bug("the factors do not wait for an empty stage", ("race",), ((LOAD, WAIT_EMPTY, ""),), nth=1),
-    Bug("factors are not waited for", ("race", "mbarrier", "uninitialised-shared"), ((MAIN, "1 + NUM_SCALE_WARPS * 32", "1"),)),
+    Bug("factors are made before the scales have come", ("race", "uninitialised-shared"), ((LOAD, AWAITS_SCALES, ""),)),
+    Bug("factors are not waited for", ("race", "uninitialised-shared"), ((MULTIPLY, AWAITS_FACTORS, ""),)),
     Bug(
         "a stage given back before its products",
         ("race",),
@@ -130,12 +134,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a skipped tile is released before it has come",
         ("race", "mbarrier"),
-        ((MULTIPLY, f"        {WAIT_FULL}\n        release_stage", "        release_stage"),),
+        ((MULTIPLY, f"{WAIT_FULL}\n        {AWAITS_FACTORS}\n        release_stage", "release_stage"),),
     ),
-    Bug(
-        "both scale warps write the same stages",
-        ("deadlock", "race", "mbarrier"),
-        ((MAIN, "role - 2, lane", "0, lane"),),
-    ),
+    Bug("both scale warps write the same round", (), ((MAIN, "role - 2, lane", "0, lane"),)),
     Bug("scale warps keep the tile", ("deadlock",), ((LOAD, "if (lane == 0) reader.release();", ""),)),
 )

@@ -71,11 +71,11 @@ class Problem:
         return torch.cat(parts).to(torch.bfloat16)
 
     def blocked(self) -> Problem:
-        """The same with scales in the 32x4x4 layout."""
+        """The same with scales in the 32x4x4 layout, NaN where there are no rows."""
         w = self.weights
-        return replace(
-            self, weights=BlockScaledTensor(w.data, to_blocked(w.scale), w.format, w.global_scale, "blocked")
-        )
+        scale = torch.nn.functional.pad(w.scale.view(torch.uint8), (0, 0, 0, -w.scale.shape[1] % 128), value=0xFF)
+        stored = to_blocked(scale.view(w.scale.dtype))
+        return replace(self, weights=BlockScaledTensor(w.data, stored, w.format, w.global_scale, "blocked"))
 
 
 def random_problem(

@@ -40,6 +40,8 @@ FORMATS, CALL = ("MXFP4", "NVFP4"), "fp4_input_gradient"
 # An empty group, one of two tiles, one of one row; the second tile of columns has some for one warpgroup alone.
 SHAPE = Shape((33, 0, 130, 1), 3, 136, 352)
 SMALL = Shape((5, 0, 17, 1), 2, 72, 96)
+# Row-major scales of whole 16 bytes, which are read where they are; others are copied into tiles.
+WHOLE = {"MXFP4": Shape((5, 0, 17, 1), 2, 136, 512), "NVFP4": Shape((5, 0, 17, 1), 2, 72, 512)}
 
 
 def errors(problem: Problem, out: torch.Tensor) -> torch.Tensor:
@@ -68,9 +70,11 @@ def test_scales_of_all_sizes(scales: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_blocked_scales_are_the_same(format: str) -> None:
-    problem = random_problem(format, SMALL, 2)
-    assert same_bits(launched(problem.blocked()), problem.wanted())
+def test_scales_in_rows_and_in_tiles(format: str) -> None:
+    for shape in (WHOLE[format], SMALL):
+        problem = random_problem(format, shape, 2)
+        assert same_bits(launched(problem), problem.wanted())
+        assert same_bits(launched(problem.blocked()), problem.wanted())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -94,7 +98,8 @@ def test_bits_in_random_problems(seed: int) -> None:
 
     format = FORMATS[seed % 2]
     sizes = (draw(1, 150), *(draw(0, 200) * draw(0, 2) for _ in range(draw(0, 4))))
-    shape = Shape(sizes, draw(0, 20), 8 * draw(1, 40), 32 * draw(1, 20))
+    k = 512 * draw(1, 3) if draw(0, 2) else 32 * draw(1, 20)
+    shape = Shape(sizes, draw(0, 20), 8 * draw(1, 40), k)
     scales = format if format == "NVFP4" or draw(0, 2) else "largest"
     problem = random_problem(format, shape, seed, scales=scales, globals_each=bool(draw(0, 2)))
     problem = problem.blocked() if draw(0, 2) else problem

@@ -26,7 +26,7 @@ def problem_of(bug: Bug) -> Problem:
     problem = random_problem(format, SHAPE, scales="largest" if format == "MXFP4" else "", globals_each=True)
     if format == "NVFP4":  # sign bits mean nothing
         problem.weights.scale.view(torch.uint8)[:, ::2] |= 0x80
-    return problem
+    return problem.blocked()
 
 
 def detect(bug: Bug) -> tuple[int | None, list[str]]:

@@ -17,7 +17,7 @@ struct CodeLane {
     }
 
     __device__ __forceinline__ uint32_t second_factors() const {
-        return factors + (sizeof(SharedStorage::factors));
+        return factors + sizeof(SharedStorage::factors);
     }
 };
 
@@ -84,6 +84,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
     static_assert(ROUNDS == 2, "a set of fragments to each");
     const auto wait = [&] {
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+        mbarrier_wait(shared_address(&shared.has_factors[pipeline.stage]), pipeline.phase);
     };
     wait();
     codes.load(code_lane, shared, pipeline.stage, 0);
@@ -137,6 +138,7 @@ __device__ __forceinline__ void skip_tile(SharedStorage& shared, int stages, int
                                           Pipeline<STAGES>& pipeline) {
     for (int step = 0; step < stages; ++step) {
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
+        mbarrier_wait(shared_address(&shared.has_factors[pipeline.stage]), pipeline.phase);
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();
     }

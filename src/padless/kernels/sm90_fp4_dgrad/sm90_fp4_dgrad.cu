@@ -23,8 +23,10 @@
 //
 //      producer                    scale warps                 consumer warpgroup
 //      --------                    -----------                 ------------------
-//      wait empty[s]  <----------- wait empty[s] <------------ arrive empty[s] after the products of stage s
-//      load --> full[s] (bytes)    factors --> full[s] ------> wait full[s]; codes and factors to fragments; wgmma
+//      wait empty[s]  <--------------------------------------- arrive empty[s] after the products of stage s
+//      load --> full[s] (bytes) -> wait full[s] -------------> wait full[s]
+//                                  scales to factors
+//                                  arrive has_factors[s] ----> wait has_factors[s]; codes to fragments; wgmma
 //      (all read the tile queue of device/tile_queue.cuh)
 //
 // Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M read as
@@ -108,13 +110,13 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     padless_sm90_fp4_dgrad(const __grid_constant__ TensorMap map_rows,
-                           const __grid_constant__ TensorMap map_codes, const __grid_constant__ TensorMap map_d,
-                           const uint8_t* scales, long long scales_group_stride, long long scales_row_stride,
-                           const float* global_scales, int global_stride, const int* offs, int m, int n, int k,
+                           const __grid_constant__ TensorMap map_codes,
+                           const __grid_constant__ TensorMap map_scales,
+                           const __grid_constant__ TensorMap map_d, const float* global_scales, int global_stride, const int* offs, int m, int n, int k,
                            int num_groups, int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
-    const Problem problem{scales, scales_group_stride, scales_row_stride, global_scales, global_stride, n, k};
+    const Problem problem{global_scales, global_stride, n, k};
     const int end = load_ends_early<1>(offs, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
@@ -124,10 +126,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             griddepcontrol_launch_dependents();
             prefetch_tensormap(map_rows);
             prefetch_tensormap(map_codes);
+            prefetch_tensormap(map_scales);
             prefetch_tensormap(map_d);
             for (int s = 0; s < STAGES; ++s) {
-                mbarrier_init(shared_address(&shared.full[s]), 1 + NUM_SCALE_WARPS * 32);
+                mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
+                mbarrier_init(shared_address(&shared.has_factors[s]), NUM_SCALE_WARPS * 32);
             }
             fence_mbarrier_init();
         }
@@ -140,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         const int role = warp - NUM_CONSUMER_WARPS;
         if (role == 0) {
-            if (elect_one()) load_tiles(shared, problem, map_rows, map_codes);
+            if (elect_one()) load_tiles(shared, problem, map_rows, map_codes, map_scales);
         } else if (role == 1) {
             if (elect_one())
                 schedule_tiles<1>(shared.queue, Order(shared.groups.table(), k), counter, blockIdx.x,

@@ -27,6 +27,12 @@ constexpr int BOX_BYTES = BOX_ROWS * 128;
 constexpr int ROWS_BYTES = BLOCK_M * 128;
 constexpr int CODE_BYTES = BLOCK_N * BLOCK_COLUMNS / 2;
 
+// Scales come row-major as 16 bytes a row, the least that a copy can have, or as whole 32x4x4 tiles, of 128 rows.
+constexpr int TILE_COLUMNS = 4, TILE_BYTES = 512;
+constexpr int SCALE_ROW_BYTES = 16;
+constexpr int SCALE_BYTES =
+    SCALES_ARE_BLOCKED ? SCALE_COLUMNS / TILE_COLUMNS * TILE_BYTES : BLOCK_N * SCALE_ROW_BYTES;
+
 // The factors of a block of columns: a word for each pair of neighbours along N, those that a lane needs for 32 of N together.
 // The padding spreads the blocks over the banks.
 constexpr int FACTOR_WORDS = BLOCK_N / 2 + 4;
@@ -45,10 +51,12 @@ struct alignas(1024) SharedStorageOf {
     uint8_t rows[STAGES][ROWS_BYTES];
     uint8_t codes[STAGES][CODE_BYTES];
     uint8_t d[NUM_MMA_WARPGROUPS][NUM_SLABS * SLAB_BYTES];
+    alignas(128) uint8_t scales[STAGES][SCALE_BYTES];
     alignas(16) uint32_t factors[STAGES][SCALE_COLUMNS][FACTOR_WORDS];
     alignas(16) uint32_t second_factors[MAY_BE_LARGE ? STAGES : 1][SCALE_COLUMNS][FACTOR_WORDS];
     uint32_t is_large[STAGES][ROUNDS];  // whether second factors count
     uint64_t full[STAGES], empty[STAGES];
+    uint64_t has_factors[STAGES];
     TileQueueStorage queue;
     GroupTableStorage<MAX_GROUPS> groups;
 };
@@ -61,12 +69,19 @@ using Order = TileOrder<BLOCK_M, BLOCK_COLUMNS, RASTER_M>;
 using Reader = TileReader<1>;
 
 struct Problem {
-    const uint8_t* scales;
-    long long scales_group_stride, scales_row_stride;  // blocked: of 128 rows
     const float* global_scales;
     int global_stride;  // 0: one for all groups, 1: one a group
     int n, k;
 
     __device__ __forceinline__ int n_stages() const { return (n + BLOCK_N - 1) / BLOCK_N; }
-    __device__ __forceinline__ int scale_columns() const { return (k + SCALE_BLOCK - 1) / SCALE_BLOCK; }
 };
+
+// Where a stage's scale of row n, counted from the stage's first, and column `column` of the tile lies.
+__device__ __forceinline__ uint32_t scale_address(const SharedStorage& shared, int stage, int step, int n,
+                                                  int column) {
+    const uint32_t scales = shared_address(shared.scales[stage]);
+    if constexpr (!SCALES_ARE_BLOCKED) return scales + n * SCALE_ROW_BYTES + column;
+    const int row = step % (128 / BLOCK_N) * BLOCK_N + n;
+    return scales + column / TILE_COLUMNS * TILE_BYTES + row % 32 * 16 + row / 32 * TILE_COLUMNS +
+           column % TILE_COLUMNS;
+}
