@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_scales(const TensorMap& map_scales, uint32_
         // The map's rows are half tiles.
         tma_load_2d(map_scales, to, full, 0, 2 * (row_tile * column_tiles + column / TILE_COLUMNS));
     } else {
-        tma_load_3d(map_scales, to, full, column, step * BLOCK_N, tile.group);
+        tma_load_3d(map_scales, to, full, column / SCALE_ROW_BYTES * SCALE_ROW_BYTES, step * BLOCK_N, tile.group);
     }
 }
 
@@ -62,6 +62,7 @@ __device__ __forceinline__ void write_factors(SharedStorage& shared, const Probl
     const int stages = problem.n_stages();
     Tile tile;
     while (reader.next(tile, lane)) {
+        const int first_column = SCALES_ARE_BLOCKED ? 0 : tile.column / SCALE_BLOCK % SCALE_ROW_BYTES;
         for (int step = 0; step < stages; ++step) {
             const int stage = pipeline.stage, rows_left = problem.n - step * BLOCK_N;
             mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
@@ -71,7 +72,7 @@ __device__ __forceinline__ void write_factors(SharedStorage& shared, const Probl
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int n = round * ROUND_N + 2 * (first_pair + i * PAIR_STEP) + h;
-                    const uint32_t byte = ld_shared_u8(scale_address(shared, stage, step, n, column));
+                    const uint32_t byte = ld_shared_u8(scale_address(shared, stage, step, n, first_column + column));
                     bytes[i][h] = n < rows_left ? byte : 0;
                 }
             }

@@ -76,7 +76,8 @@ struct Problem {
     __device__ __forceinline__ int n_stages() const { return (n + BLOCK_N - 1) / BLOCK_N; }
 };
 
-// Where a stage's scale of row n, counted from the stage's first, and column `column` of the tile lies.
+// Where a stage's scale of row n, counted from the stage's first, lies. column: of the tile, and row-major of the 16 that are
+// copied together, of which a tile of MXFP4 needs the first or the last 8.
 __device__ __forceinline__ uint32_t scale_address(const SharedStorage& shared, int stage, int step, int n,
                                                   int column) {
     const uint32_t scales = shared_address(shared.scales[stage]);
