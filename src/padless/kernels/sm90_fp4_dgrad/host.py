@@ -83,7 +83,7 @@ def _has_whole_rows(scale: torch.Tensor) -> bool:
 
 
 def _scales(scale: torch.Tensor, config: Fp4DgradConfig) -> tensor_map.TensorMapSpec:
-    """Row-major ones, read 16 columns of 64 rows at a time; blocked ones as half tiles, two for 4 columns of 128 rows."""
+    """Row-major ones, read 16 columns of 64 rows at a time; blocked ones as half tiles, 4 columns of 64 rows."""
     scale = scale.view(torch.uint8)
     if not config.blocked:
         spec = tensor_map.operand(scale, BLOCK_N)
