@@ -38,7 +38,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "scale of the neighbouring block of 32",
         (),
-        ((LOAD, "first_column + column)", "first_column + (column ^ 1))"),),
+        ((LOAD, "first_column + column) +", "first_column + (column ^ 1)) +"),),
         MXFP4,
     ),
     Bug("scales of two rows swapped", (), ((LOAD, "(low | high << 8)", "(high | low << 8)"),)),
@@ -47,7 +47,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("factors in the order of the rows", (), ((LOAD, "pair % 4 * 4 + pair / 4;", "pair;"),)),
     Bug("scales of the first group", (), ((LOAD, "tile.group * row_tiles", "0"),)),
     Bug("scales of the first tile's columns", (), ((LOAD, "column_tiles + column / TILE_COLUMNS", "column_tiles"),)),
-    Bug("scales of the first half of a tile", (), ((STORAGE, "step % (128 / BLOCK_N) * BLOCK_N + n", "n"),)),
+    Bug("scales of the first half of a tile", (), ((STORAGE, "(step % 2 * 2 + round)", "round"),)),
     Bug("scales of the first 128 rows", (), ((LOAD, "row_tiles + step * BLOCK_N / 128", "row_tiles"),)),
     Bug(
         "second factors left out", (), ((MULTIPLY, "if (MAY_BE_LARGE && has_second)", "if (false)"),), MXFP4, quick=True
@@ -56,7 +56,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("sign bits of scales count", (), ((LOAD, "& 0x7F7F", ""),)),
     Bug("global scale of the first group", (), ((MAIN, "tile.group * problem.global_stride", "0"),)),
     Bug("values stay 2^-8 too small", (), ((MAIN, "static_cast<float>(1 << NVFP4_SHIFT)", "1.0f"),)),
-    Bug("scales of rows that do not exist count", (), ((LOAD, "n < rows_left ? byte : 0", "byte"),)),
+    Bug("scales of rows that do not exist count", (), ((LOAD, "if (rows_left < BLOCK_N)", "if (false)"),)),
     # --- which tile
     Bug("codes of the tile before", (), ((LOAD, "tile.column / 2, step", "tile.column / 4, step"),), quick=True),
     Bug(

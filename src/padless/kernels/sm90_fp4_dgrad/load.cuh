@@ -64,16 +64,24 @@ __device__ __forceinline__ void write_factors(SharedStorage& shared, const Probl
     while (reader.next(tile, lane)) {
         const int first_column = SCALES_ARE_BLOCKED ? 0 : tile.column / SCALE_BLOCK % SCALE_ROW_BYTES;
         for (int step = 0; step < stages; ++step) {
-            const int stage = pipeline.stage, rows_left = problem.n - step * BLOCK_N;
+            const int stage = pipeline.stage;
+            const int rows_left = problem.n - (step * BLOCK_N + round * ROUND_N + 2 * first_pair);
             mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
+            const uint32_t scales = first_scale(shared, stage, step, round, first_column + column) +
+                                    2 * first_pair * SCALE_ROW_BYTES;
             uint32_t bytes[LANE_WORDS][2], any = 0;
 #pragma unroll
             for (int i = 0; i < LANE_WORDS; ++i) {
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int n = round * ROUND_N + 2 * (first_pair + i * PAIR_STEP) + h;
-                    const uint32_t byte = ld_shared_u8(scale_address(shared, stage, step, n, first_column + column));
-                    bytes[i][h] = n < rows_left ? byte : 0;
+                for (int h = 0; h < 2; ++h)
+                    bytes[i][h] = ld_shared_u8(scales + (2 * PAIR_STEP * i + h) * SCALE_ROW_BYTES);
+            }
+            if (rows_left < BLOCK_N) {  // the last step
+#pragma unroll
+                for (int i = 0; i < LANE_WORDS; ++i) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h)
+                        if (2 * PAIR_STEP * i + h >= rows_left) bytes[i][h] = 0;
                 }
             }
 #pragma unroll

@@ -76,13 +76,13 @@ struct Problem {
     __device__ __forceinline__ int n_stages() const { return (n + BLOCK_N - 1) / BLOCK_N; }
 };
 
-// Where a stage's scale of row n, counted from the stage's first, lies. column: of the tile, and row-major of the 16 that are
-// copied together, of which a tile of MXFP4 needs the first or the last 8.
-__device__ __forceinline__ uint32_t scale_address(const SharedStorage& shared, int stage, int step, int n,
-                                                  int column) {
+// Where a stage's scale of the first row of a round lies; in both layouts a row's is 16 bytes behind the row's before. column: of
+// the tile, and row-major of the 16 that are copied together, of which a tile of MXFP4 needs the first or the last 8.
+__device__ __forceinline__ uint32_t first_scale(const SharedStorage& shared, int stage, int step, int round,
+                                                int column) {
+    static_assert(ROUND_N == 32 && BLOCK_N == 64, "a round has the 32 rows of a tile's four columns of 32");
     const uint32_t scales = shared_address(shared.scales[stage]);
-    if constexpr (!SCALES_ARE_BLOCKED) return scales + n * SCALE_ROW_BYTES + column;
-    const int row = step % (128 / BLOCK_N) * BLOCK_N + n;
-    return scales + column / TILE_COLUMNS * TILE_BYTES + row % 32 * 16 + row / 32 * TILE_COLUMNS +
+    if constexpr (!SCALES_ARE_BLOCKED) return scales + round * (ROUND_N * SCALE_ROW_BYTES) + column;
+    return scales + column / TILE_COLUMNS * TILE_BYTES + (step % 2 * 2 + round) * TILE_COLUMNS +
            column % TILE_COLUMNS;
 }
