@@ -23,6 +23,8 @@ from padless.kernels.sm90_bf16_plain import host as bf16_plain
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig
 from padless.kernels.sm90_bf16_wgrad import host as bf16_wgrad
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
+from padless.kernels.sm90_fp4_dgrad import host as fp4_dgrad
+from padless.kernels.sm90_fp4_dgrad.config import Fp4DgradConfig
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_fp8_wgrad import host as wgrad
@@ -60,6 +62,7 @@ CONFIGS = {
     wgrad.KERNEL: [WgradConfig(block_m=128), WgradConfig(block_m=256)],
     bf16_plain.KERNEL: [Bf16PlainConfig(block_n=128), Bf16PlainConfig(block_n=256)],
     bf16_wgrad.KERNEL: [Bf16WgradConfig(block_n=128), Bf16WgradConfig(block_n=256)],
+    fp4_dgrad.KERNEL: [Fp4DgradConfig("MXFP4"), Fp4DgradConfig("NVFP4", block_m=32)],
     sm100_grouped.KERNEL: [Sm100GroupedConfig(kind="FP8_BLOCK", mma_n=n) for n in (128, 256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
@@ -97,7 +100,8 @@ def test_what_the_warps_ask_for_fits(kernel: str, i: int) -> None:
 def test_every_kernel_with_setmaxnreg_is_listed() -> None:
     using = {name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text}
     assert using == set(CONFIGS)
-    assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | {wgrad.KERNEL, bf16_wgrad.KERNEL, FEW.source}
+    others = {wgrad.KERNEL, bf16_wgrad.KERNEL, fp4_dgrad.KERNEL, FEW.source}
+    assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | others
 
 
 @pytest.mark.parametrize("kernel", CONFIGS)

@@ -18,7 +18,7 @@ from padless.nn.lora import frozen as lora_frozen
 from padless.nn.lora import linear as lora_linear
 from padless.nn.lora import tokens as lora_tokens
 from padless.verify.bf16 import fuzz as plain
-from padless.verify.fuzz import epilogues, layers, products, quantizers, run, training
+from padless.verify.fuzz import epilogues, input_gradients, layers, products, quantizers, run, training
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.shrink import shrunk
@@ -298,6 +298,13 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
         plain,
         "grouped_gemm_wgrad",
         lambda right: lambda dy, x, **kw: nudged(right(dy, x, **kw)) if len(kw["offs"]) > 1 else right(dy, x, **kw),
+    ),
+    "codes of another group": ("fp4_input_gradient", input_gradients, "fp4_input_gradient", swapped_weights),
+    "gradients of rows whose bits depend on M": (
+        "fp4_input_gradient",
+        input_gradients,
+        "fp4_input_gradient",
+        moved_by_m,
     ),
     "routing": ("moe.route", layers.moe, "route", after(lambda r: r._replace(tokens=r.tokens.flip(0)))),
     "gathered quantization": ("moe.gather_quantize", layers.moe, "gather_quantize", after(tensor_nudged)),

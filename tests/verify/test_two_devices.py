@@ -53,7 +53,7 @@ def test_one_gpu_is_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_of_the_architecture_are_launched() -> None:
     assert list(parts_of("sm_100a")) == ["products", "epilogues"]
     assert list(parts_of("sm_90a")) == [
-        "products", "epilogues", "grouped_gemm_wgrad", "plain.grouped_gemm", "plain.grouped_gemm_wgrad", "moe.decode",
-        "layer in graphs",
+        "products", "epilogues", "grouped_gemm_wgrad", "plain.grouped_gemm", "plain.grouped_gemm_wgrad",
+        "fp4_input_gradient", "moe.decode", "layer in graphs",
     ]  # fmt: skip
     assert CHECK.gpu == 1

@@ -44,6 +44,7 @@ SANITIZED = (
     "padless.verify.lines grouped_gemm_wgrad",
     "padless.verify.lines plain.grouped_gemm_wgrad",
     "padless.verify.lines plain.grouped_gemm",
+    "padless.verify.lines fp4_input_gradient",
 )
 _SANITIZER_SECONDS = 240
 # racecheck does not follow a cp.async to the mbarrier at which it arrives when it is complete, and reports every scale
@@ -78,6 +79,7 @@ _HOPPERS: dict[str, Check] = {
     "weight gradients": check_of("grouped_gemm_wgrad"),
     "bf16 weight gradients": check_of("plain.grouped_gemm_wgrad"),
     "bf16 products": check_of("plain.grouped_gemm"),
+    "FP4 input gradients": check_of("fp4_input_gradient"),
     "layers in one launch": check_of("moe.decode"),
     "training layer": training.CHECK,
     "training layer in graphs": graphs.CHECK,

@@ -13,7 +13,7 @@ from padless.verify.fuzz.place import Place
 from padless.verify.training import graphs
 
 _PRODUCTS = ("grouped_gemm", "gemm", "grouped_gemm_list")
-_HOPPERS = ("grouped_gemm_wgrad", "plain.grouped_gemm", "plain.grouped_gemm_wgrad", "moe.decode")
+_HOPPERS = ("grouped_gemm_wgrad", "plain.grouped_gemm", "plain.grouped_gemm_wgrad", "fp4_input_gradient", "moe.decode")
 # Every eighth problem of a check, on the second GPU; all small launches.
 _SOME = (0, 8)
 

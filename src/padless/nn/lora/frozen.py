@@ -1,8 +1,9 @@
 """The product with a frozen weight and low-rank adapters under autograd: `adapted_product`, and its gradients.
 
 Quantization of the rows counts as the identity. FP8_BLOCK weights are multiplied in FP8_BLOCK in the backward pass too:
-the gradient's rows are lifted and quantized, the codes transposed. For the others no kernel reads codes along N, so that
-`input_gradient` dequantizes as many experts as `WORKSPACE_BYTES` hold, one run of experts after the other.
+the gradient's rows are lifted and quantized, the codes transposed. MXFP4 and NVFP4 codes are read along N by a kernel on
+Hopper. Where none does, `input_gradient` dequantizes as many experts as `WORKSPACE_BYTES` hold, one run of experts after
+the other.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from padless.moe.layer import Projection
 from padless.nn.calls import call
 from padless.nn.lora.low_rank import Factors, LowRank, gradients
 from padless.nn.rows import groups_from_front, groups_to_front
+from padless.ops.fp4_input_gradient import fp4_input_gradient, reads_codes
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lowered_by_lift, quantize_lifted
 from padless.quantization.quantize import dequantize
@@ -132,13 +134,23 @@ def _input_gradient(
 def input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor) -> torch.Tensor:
     """dy @ weights[g] for the rows of each group; (M, K) bfloat16. Rows from offs[-1] on hold anything.
 
-    dy: (M, N) bfloat16, contiguous. weights: (G, N, K) codes. Memory beyond the result: a copy of FP8_BLOCK codes; for
-    the other formats at most `WORKSPACE_BYTES` of dequantized weights, or one expert where that is more, and where the
-    weights do not fit in them also rows of dy and of the result once more.
+    dy: (M, N) bfloat16, contiguous. weights: (G, N, K) codes. Memory beyond the result: a copy of FP8_BLOCK codes; of
+    MXFP4 and NVFP4 none on Hopper; else what `dequantized_input_gradient` takes.
     """
     if weights.format == FP8_BLOCK and weights.scale_layout == "plain":
         rows = quantize_lifted(dy)
         return grouped_gemm(rows, transposed(weights.data, lowered_by_lift(weights.scale)), offs)
+    if reads_codes(dy, weights):
+        return fp4_input_gradient(dy, weights, offs)
+    return dequantized_input_gradient(dy, weights, offs)
+
+
+def dequantized_input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor) -> torch.Tensor:
+    """`input_gradient` by a bfloat16 product with dequantized weights; an NVFP4 value is rounded.
+
+    Memory beyond the result: at most `WORKSPACE_BYTES` of dequantized weights, or one expert where that is more, and
+    where the weights do not fit in them also rows of dy and of the result once more.
+    """
     groups, n, k = weights.logical_shape
     run = min(groups, max(1, WORKSPACE_BYTES // (n * k * _bytes_of_a_value(weights))))
     if run == groups:

@@ -12,6 +12,7 @@ from padless.verify.fuzz import (
     decode,
     epilogue_lines,
     epilogues,
+    input_gradients,
     kinds,
     layers,
     product_lines,
@@ -84,6 +85,10 @@ SUBJECTS: dict[str, Subject] = {
     "plain.grouped_gemm_wgrad": Subject(
         plain.wgrad_constants, plain.wgrad_rest, plain.judge_wgrad, 4, 2, _HOPPER, emulated=True,
         lines=plain.wgrad_lines
+    ),
+    "fp4_input_gradient": Subject(
+        input_gradients.constants, input_gradients.rest, input_gradients.judge, 4, 2, _HOPPER, emulated=True,
+        lines=input_gradients.lines
     ),
     "moe.route": Subject(
         layers.routing_constants, layers.routing_rest, layers.judge_route, 8, 5, kind=kinds.route,
