@@ -101,8 +101,14 @@ using Reader = TileReader<CLUSTER_N>;
 struct Problem {
     const float* sfb;
     int m, n, k, num_groups;
+#if LOW_RANK_STEPS > 0
+    const TensorMap *map_t, *map_factor;
+    float scaling;
+#endif
 
     __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
+    // Stages that a tile takes: its K blocks, and behind them t and the factor.
+    __device__ __forceinline__ int tile_stages() const { return k_blocks() + (LOW_RANK_STEPS > 0 ? 1 : 0); }
     __device__ __forceinline__ int sfb_rows() const { return (n + 127) / 128; }
     // Whoever loads windows of row-major scales has no registers left to count boxes.
     __device__ __forceinline__ int row_box() const {
