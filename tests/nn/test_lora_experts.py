@@ -279,7 +279,7 @@ def test_planted_faults_are_seen() -> None:
     want = truth(layer, m, dout, ids)
     check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
     right = frozen.input_gradient
-    off_by_a_row = lambda dy, w, offs: right(dy, w, (offs - 1).clamp(min=0))  # noqa: E731
+    off_by_a_row = lambda dy, w, offs, *others: right(dy, w, (offs - 1).clamp(min=0), *others)  # noqa: E731
     with mock.patch.object(frozen, "input_gradient", off_by_a_row), pytest.raises(AssertionError):
         check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
     with pytest.raises(AssertionError):

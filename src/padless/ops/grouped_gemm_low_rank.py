@@ -28,7 +28,7 @@ from padless.runtime.driver import stream_of
 
 @dataclass(frozen=True, eq=False)
 class LowRankProduct:
-    """t: (M, at least r) bfloat16, zeros from column r on. factor: (G, N, r) bfloat16. Both contiguous, r a multiple of 8."""
+    """t: (M, at least r) bfloat16, zeros from column r on. factor: (G, N, r) bfloat16, r a multiple of 8; contiguous."""
 
     t: torch.Tensor
     factor: torch.Tensor

@@ -73,7 +73,7 @@ def prepare(
     if low is not None:
         rank = low.factor.shape[2]
         if tile.few_rows or rank > MAX_RANK:
-            raise ValueError(f"a low-rank product of rank {rank}, few_rows {tile.few_rows}: at most {MAX_RANK}, and False")
+            raise ValueError(f"rank is {rank} and few_rows {tile.few_rows}; at most {MAX_RANK}, and False, are allowed")
         compiled = LowRankConfig(tile, epilogue, ceil_div(rank, 16))
         of_factor = maps.interleaved_operand(low.factor, epilogue_launch.interleaved_rows(epilogue))
         bits = int.from_bytes(struct.pack("<f", low.scaling), "little")

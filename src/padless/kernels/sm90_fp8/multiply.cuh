@@ -42,40 +42,6 @@ __device__ __forceinline__ uint32_t sfa_address(const SharedStorage& shared, con
     }
 }
 
-#if LOW_RANK_STEPS > 0
-// Consumer: d = fma(t factor^T, scaling, d), of the stage behind the last K block, 16 columns of t at a time.
-template <int NUM_WAVES>
-__device__ __forceinline__ void add_low_rank(float (&d)[WAVES][BLOCK_N / 2], SharedStorage& shared,
-                                             const Problem& problem, uint32_t a_stage_0, uint32_t b_stage_0,
-                                             int lane, Pipeline<STAGES>& pipeline) {
-    const int stage = pipeline.stage;
-    mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-    pipeline.advance();
-#pragma unroll
-    for (int w = 0; w < NUM_WAVES; ++w) {
-        const uint32_t a = a_stage_0 + stage * (A_BYTES / 16) + w * (M64_STEP * M64_BYTES / 16);
-        const uint32_t b = b_stage_0 + stage * (B_BYTES / 16);
-        float p[BLOCK_N / 2];
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < LOW_RANK_STEPS; ++step)
-            wgmma_m64k16_shared<BLOCK_N, false, false>(p, k_major_128b_descriptor(a + step * 2),
-                                                       k_major_128b_descriptor(b + step * 2), step != 0);
-        wgmma_commit_group();
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) pin_register(p[i]);
-        if (w == NUM_WAVES - 1) release_stage(shared, stage, lane);
-#pragma unroll
-        for (int i = 0; i < BLOCK_N / 2; ++i) d[w][i] = fmaf(p[i], problem.scaling, d[w][i]);
-    }
-}
-#endif
-
 // Consumer: d = this warpgroup's NUM_WAVES m64s of the tile, from m64 `first` on. Registers as in wgmma.cuh. `row` is
 // this thread's first row inside the tile; it also has row + 8, and both again in the next m64 of the warpgroup.
 template <int NUM_WAVES>
@@ -189,7 +155,4 @@ __device__ __forceinline__ void multiply_tile(float (&d)[WAVES][BLOCK_N / 2], Sh
             }
         }
     }
-#if LOW_RANK_STEPS > 0
-    add_low_rank<NUM_WAVES>(d, shared, problem, a_stage_0, b_stage_0, lane, pipeline);
-#endif
 }

@@ -80,6 +80,9 @@ constexpr bool COLUMNS_ARE_INTERLEAVED = false;
 
 #include "sm90_fp8/load.cuh"
 #include "sm90_fp8/multiply.cuh"
+#if LOW_RANK_STEPS > 0
+#include "sm90_fp8/low_rank.cuh"
+#endif
 #if EPILOGUE_IS_QUANT
 using StoreMaps = QuantOutputs;
 #include "device/sm90/quant_store.cuh"
@@ -99,6 +102,9 @@ __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Proble
     const int row = first * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
     multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, first, row, lane, pipeline);
+#if LOW_RANK_STEPS > 0
+    add_low_rank<NUM_WAVES>(d, shared, problem, first, lane, pipeline);
+#endif
     if (lane == 0) reader.release();
     store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }

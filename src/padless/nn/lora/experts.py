@@ -12,13 +12,15 @@ from padless.distributed import ExpertParallel
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
-from padless.moe.gather import activate_quantize, gather_quantize
+from padless.moe.fused import fuses
+from padless.moe.gather import gather_quantize
 from padless.moe.layer import moe
 from padless.moe.routing import check_ids, route
 from padless.nn.calls import call
 from padless.nn.experts import checking
+from padless.nn.lora import inside, low_rank
 from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
-from padless.nn.lora.frozen import adapted_product
+from padless.nn.lora.frozen import adapted_product, added_product
 from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
@@ -51,12 +53,17 @@ def adapted_experts(
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
-    format, scale = format_of_rows(frozen.activations, frozen.w13)
-    rows = gathered_rows(x, tokens, inverse)
-    read: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
+    format, scale = how = format_of_rows(frozen.activations, frozen.w13)
+    read: BlockScaledTensor | torch.Tensor | None = None
     if format is not None:
         read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
-    y = adapted_rows(rows, read, offs, frozen, (format, scale), low13, low2)
+    if low13 is not None and low2 is not None and not _keeps_rows(frozen, low13, low2, x, top_k_weights, shared):
+        x16 = x.to(torch.bfloat16)
+        y = inferred_rows(x16, tokens, x16[tokens] if read is None else read, offs, frozen, how, low13, low2)
+    else:
+        rows = gathered_rows(x, tokens, inverse)
+        read = rows.detach().to(torch.bfloat16) if read is None else read
+        y = adapted_rows(rows, read, offs, frozen, how, low13, low2)
     out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
 
@@ -74,13 +81,38 @@ def adapted_rows(
 
     read: the rows as they are multiplied. how: what `format_of_rows` says of them.
     """
-    format, scale = how
     h = adapted_product(rows, read, frozen.w13, frozen.bias13, offs, low13)
-    hidden = activated(h, frozen.activation)
-    operand: BlockScaledTensor | torch.Tensor = hidden.detach()
-    if format is not None:
-        operand = activate_quantize(h.detach(), frozen.activation, format, global_scale=scale, offs=offs)
+    hidden, operand = activated(h, frozen.activation, *how)
     return adapted_product(hidden, operand, frozen.w2, frozen.bias2, offs, low2)
+
+
+def inferred_rows(
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    read: BlockScaledTensor | torch.Tensor,
+    offs: torch.Tensor,
+    frozen: Frozen,
+    how: tuple[BlockScaledFormat | None, torch.Tensor | None],
+    low13: LowRank,
+    low2: LowRank,
+) -> torch.Tensor:
+    """`adapted_rows` of x[tokens], bit for bit, outside of autograd and without dropout; x: (T, H) bfloat16."""
+    t = low_rank.applied(x, low13, tokens)
+    of, activation = low13.factors, frozen.activation
+    operand: BlockScaledTensor | torch.Tensor
+    if inside.adds_inside(read, frozen.w13, of) and fuses(frozen.w13, activation, how[0]):
+        assert isinstance(read, BlockScaledTensor)
+        hidden, operand = inside.swiglu(read, frozen.w13, frozen.bias13, offs, t, of.b[0], of.scaling, activation)
+    else:
+        h = added_product(read, frozen.w13, frozen.bias13, offs, t, low13)
+        hidden, operand = activated(h, activation, *how)
+    return added_product(operand, frozen.w2, frozen.bias2, offs, low_rank.applied(hidden, low2), low2)
+
+
+def _keeps_rows(frozen: Frozen, low13: LowRank, low2: LowRank, *others: torch.Tensor | None) -> bool:
+    """Whether autograd follows the layer, or dropout draws rows of its own."""
+    factors = (*low13.factors.a, *low13.factors.b, *low2.factors.a, *low2.factors.b)
+    return low13.dropout > 0.0 or has_backward(*others, frozen.bias13, frozen.bias2, *factors)
 
 
 class LoraExperts(AdaptedModule):

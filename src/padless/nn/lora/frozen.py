@@ -20,7 +20,8 @@ from padless.moe.backward import transposed
 from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.layer import Projection
 from padless.nn.calls import call
-from padless.nn.lora.low_rank import Factors, LowRank, gradients
+from padless.nn.lora import inside
+from padless.nn.lora.low_rank import Factors, LowRank, factor_gradients
 from padless.nn.rows import groups_from_front, groups_to_front
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lowered_by_lift, quantize_lifted
@@ -37,13 +38,21 @@ def adapted_product(
     offs: torch.Tensor,
     low: LowRank | None,
 ) -> torch.Tensor:
-    """rows @ weights[g].T + bias[g] for the rows of each group, rounded to bfloat16, and low's added to it; (M, N).
+    """rows @ weights[g].T + bias[g] for the rows of each group, and low's added to it; (M, N) bfloat16.
+
+    Where `inside.adds_inside` the sum is rounded once; else the product is rounded, and the sum again.
 
     rows: (M, K), what the gradient is of. operand: what the product reads for them, codes or bfloat16 rows, made of
     tensors that do not require grad. weights: (G, N, K). bias: (G, N), which may require grad. offs: (G,) int32. Rows
     from offs[-1] on hold anything, also in the gradient.
     """
-    y = Projection(weights, None if bias is None else bias.detach(), None).product(operand, offs)
+    codes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # what a product that adds low's reads
+    y = None  # else the product
+    if low is not None and inside.adds_inside(operand, weights, low.factors):
+        assert isinstance(operand, BlockScaledTensor)
+        codes = (operand.data.view(torch.uint8), operand.scale)
+    else:
+        y = Projection(weights, None if bias is None else bias.detach(), None).product(operand, offs)
     read = None  # what A reads, where it is not rows
     groups, factors = None, Factors((), (), 1, 1.0)
     if low is not None:
@@ -51,9 +60,23 @@ def adapted_product(
         if rows.dtype != torch.bfloat16 or low.dropout > 0.0:
             read = dropout(rows.to(torch.bfloat16), low.dropout)
     out: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        rows, read, bias, y, offs, groups, (factors.per_expert, factors.scaling), *ops.packed(weights),
+        rows, read, bias, y, *codes, offs, groups, (factors.per_expert, factors.scaling), *ops.packed(weights),
         *factors.a, *factors.b,
     )  # fmt: skip
+    return out
+
+
+def added_product(
+    operand: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, bias: torch.Tensor | None, offs: torch.Tensor,
+    t: torch.Tensor, low: LowRank,
+) -> torch.Tensor:  # fmt: skip
+    """What `adapted_product` is of rows of which A makes t (M, `width_of` (r)), outside of autograd."""
+    of = low.factors
+    if inside.adds_inside(operand, weights, of):
+        assert isinstance(operand, BlockScaledTensor)
+        return inside.product(operand, weights, bias, offs, t, of.b[0], of.scaling)
+    y = Projection(weights, bias, None).product(operand, offs)
+    out: torch.Tensor = call("low_rank_up", t, list(of.b), low.offs, of.per_expert, of.scaling, y)
     return out
 
 
@@ -61,23 +84,30 @@ _PACKED = 5  # arguments that are a weight
 
 
 class _Product(torch.autograd.Function):
-    """Adds to the product y what the adapters add, and has the gradients of both."""
+    """Adds to the product y, or to that of codes, what the adapters add, and has the gradients of both."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, read: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor,
-        offs: torch.Tensor, groups: torch.Tensor | None, how: tuple[int, float], *others: Any,
+        ctx: Any, rows: torch.Tensor, read: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor | None,
+        codes: torch.Tensor | None, codes_scale: torch.Tensor | None, offs: torch.Tensor, groups: torch.Tensor | None,
+        how: tuple[int, float], *others: Any,
     ) -> torch.Tensor:  # fmt: skip
         data, scale, global_scale, *ctx.names = others[:_PACKED]
         ctx.dtype, ctx.bias_dtype, ctx.is_apart = rows.dtype, None if bias is None else bias.dtype, read is not None
         ctx.how = how
+        ctx.adds_inside = y is None
         if groups is None:
+            assert y is not None
             ctx.save_for_backward(offs, data, scale, global_scale)
             return y.view(y.shape)
         given, of = rows if read is None else read, _factors(others[_PACKED:], how)
         t = call("low_rank_down", given, list(of.a), groups, of.per_expert, 1.0)
         ctx.save_for_backward(offs, data, scale, global_scale, groups, given, t, *of.a, *of.b)
-        out: torch.Tensor = call("low_rank_up", t, list(of.b), groups, of.per_expert, of.scaling, y)
+        out: torch.Tensor
+        if codes is not None:
+            out = call("low_rank_product", codes, codes_scale, data, scale, bias, offs, t, of.b[0], of.scaling)
+        else:
+            out = call("low_rank_up", t, list(of.b), groups, of.per_expert, of.scaling, y)
         return out
 
     @staticmethod
@@ -86,26 +116,32 @@ class _Product(torch.autograd.Function):
         offs, data, scale, global_scale, *others = ctx.saved_tensors
         needs_rows, needs_read, needs_bias = ctx.needs_input_grad[:3]
         dy = dy.contiguous()
-        drows = dread = dbias = None
+        drows = dread = dbias = dt = None
         of_factors: list[torch.Tensor | None] = []
-        if needs_rows:
-            drows = call("frozen_input_gradient", dy, offs, data, scale, global_scale, *ctx.names)
+        added: tuple[torch.Tensor | None, ...] = (None, None)  # by the launch that multiplies dy
         if others:
             groups, given, t, *factors = others
             of = _factors(factors, ctx.how)
             needs = ctx.needs_input_grad[-len(factors) :]
             needs_a, needs_b = any(needs[: len(of.a)]), any(needs[len(of.a) :])
-            if ctx.is_apart:
-                dread, of_factors = gradients(dy, given, t, groups, of, needs_read, needs_a, needs_b, None)
-            else:
-                drows, of_factors = gradients(dy, given, t, groups, of, needs_rows, needs_a, needs_b, drows)
+            if needs_a or (needs_read if ctx.is_apart else needs_rows):
+                dt = call("low_rank_down", dy, [b.mT for b in of.b], groups, of.per_expert, of.scaling)
+            if ctx.adds_inside and not ctx.is_apart:
+                added = (dt, of.a[0].mT)
+            of_factors = factor_gradients(dy, given, t, dt if needs_a else None, groups, of, needs_b)
+        if needs_rows:
+            drows = call("frozen_input_gradient", dy, offs, data, scale, global_scale, *ctx.names, *added)
+        if dt is not None and added[0] is None and (needs_read if ctx.is_apart else needs_rows):
+            to = None if ctx.is_apart else drows
+            found = call("low_rank_up", dt, [a.mT for a in of.a], groups, of.per_expert, 1.0, to)
+            drows, dread = (drows, found) if ctx.is_apart else (found, None)
         if needs_bias:
             # The sums over a group's rows, as a weight gradient of rows of ones: in a fixed order, and without a wait.
             ones = torch.ones((dy.shape[0], 16), dtype=dy.dtype, device=dy.device)
             sums = call("bf16_grouped_gemm_wgrad", dy, ones, offs, torch.float32)
             dbias = sums[:, :, 0].to(ctx.bias_dtype)
         drows = None if drows is None else drows.to(ctx.dtype)
-        return drows, dread, dbias, *(None,) * (4 + _PACKED), *of_factors
+        return drows, dread, dbias, *(None,) * (6 + _PACKED), *of_factors
 
 
 def _factors(tensors: Sequence[torch.Tensor], how: tuple[int, float]) -> Factors:
@@ -119,26 +155,33 @@ def _input_gradient_fake(dy: torch.Tensor, offs: Any, data: torch.Tensor, *other
 
 @ops.operator(
     "frozen_input_gradient",
-    "(Tensor dy, Tensor offs, Tensor w, Tensor w_scale, Tensor? w_global_scale, str w_format, str w_layout) -> Tensor",
+    "(Tensor dy, Tensor offs, Tensor w, Tensor w_scale, Tensor? w_global_scale, str w_format, str w_layout, "
+    "Tensor? t=None, Tensor? factor=None) -> Tensor",
     _input_gradient_fake,
 )
 def _input_gradient(
     dy: torch.Tensor, offs: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor | None,
-    format: str, layout: str,
+    format: str, layout: str, t: torch.Tensor | None = None, factor: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    return input_gradient(dy, ops.unpacked(w, scale, global_scale, format, layout), offs)
+    return input_gradient(dy, ops.unpacked(w, scale, global_scale, format, layout), offs, t, factor)
 
 
-def input_gradient(dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor) -> torch.Tensor:
+def input_gradient(
+    dy: torch.Tensor, weights: BlockScaledTensor, offs: torch.Tensor, t: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """dy @ weights[g] for the rows of each group; (M, K) bfloat16. Rows from offs[-1] on hold anything.
 
-    dy: (M, N) bfloat16, contiguous. weights: (G, N, K) codes. Memory beyond the result: a copy of FP8_BLOCK codes; for
-    the other formats at most `WORKSPACE_BYTES` of dequantized weights, or one expert where that is more, and where the
-    weights do not fit in them also rows of dy and of the result once more.
+    dy: (M, N) bfloat16, contiguous. weights: (G, N, K) codes. t: (M, `width_of` (r)) and factor: (G, K, r), whose
+    t @ factor[g].T is added before rounding; for weights that `inside.adds_inside` takes. Memory beyond the result: a
+    copy of FP8_BLOCK codes; for the other formats at most `WORKSPACE_BYTES` of dequantized weights, or one expert where
+    that is more, and where the weights do not fit in them also rows of dy and of the result once more.
     """
     if weights.format == FP8_BLOCK and weights.scale_layout == "plain":
-        rows = quantize_lifted(dy)
-        return grouped_gemm(rows, transposed(weights.data, lowered_by_lift(weights.scale)), offs)
+        rows, turned = quantize_lifted(dy), transposed(weights.data, lowered_by_lift(weights.scale))
+        if t is None or factor is None:
+            return grouped_gemm(rows, turned, offs)
+        return inside.product(rows, turned, None, offs, t, factor, 1.0)
     groups, n, k = weights.logical_shape
     run = min(groups, max(1, WORKSPACE_BYTES // (n * k * _bytes_of_a_value(weights))))
     if run == groups:

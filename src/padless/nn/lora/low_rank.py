@@ -62,21 +62,24 @@ def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int
 
 
 def _down_fake(
-    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float, tokens: Any = None
 ) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0], width_of(factors[0].shape[1])))
+    return rows.new_empty(((rows if tokens is None else tokens).shape[0], width_of(factors[0].shape[1])))
 
 
 @ops.operator(
-    "low_rank_down", "(Tensor rows, Tensor[] factors, Tensor offs, int per_expert, float scaling) -> Tensor", _down_fake
+    "low_rank_down",
+    "(Tensor rows, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor? tokens=None) -> Tensor",
+    _down_fake,
 )
 def down(
-    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float
-) -> torch.Tensor:
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """scaling * rows @ factor.T of each row's expert and adapter, rounded to bfloat16; (M, `width_of` (r)).
 
-    rows: (M, K) bfloat16. factors: (E, r, K), one by adapter. Columns from r on are 0. Rows that have no adapter or no
-    group hold anything.
+    rows: (M, K) bfloat16, or with tokens, (M,) int32, (T, K), whose rows[tokens] are meant. factors: (E, r, K), one by
+    adapter. Columns from r on are 0. Rows that have no adapter or no group hold anything.
     """
     width = width_of(factors[0].shape[1])
     if runs_triton(rows) and rows.numel() > 0:
@@ -84,10 +87,17 @@ def down(
 
         with on_device_of(rows):
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            return kernels.low_rank_down(rows, factors, offs, per_expert, scaling, width)
+            return kernels.low_rank_down(rows, factors, offs, per_expert, scaling, width, tokens)
+    rows = rows if tokens is None else rows[tokens]
     t = rows.new_zeros((rows.shape[0], width))
     for some, factor in _rows_of_factors(rows.shape[0], factors, offs, per_expert):
         t[some, : factor.shape[0]] = (rows[some].float() @ _as_read(factor).T * scaling).to(rows.dtype)
+    return t
+
+
+def applied(rows: torch.Tensor, low: LowRank, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """A x of `down`, without dropout."""
+    t: torch.Tensor = call("low_rank_down", rows, list(low.factors.a), low.offs, low.factors.per_expert, 1.0, tokens)
     return t
 
 
@@ -143,24 +153,19 @@ def _as_read(factor: torch.Tensor) -> torch.Tensor:
     return factor.to(torch.bfloat16).float()
 
 
-def gradients(
-    dy: torch.Tensor, rows: torch.Tensor, t: torch.Tensor, offs: torch.Tensor, of: Factors, needs_rows: bool,
-    needs_a: bool, needs_b: bool, added: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:  # fmt: skip
-    """(`added` and the gradient of rows, those of a and b) for the gradient dy (M, N) bfloat16 of what is added.
+def factor_gradients(
+    dy: torch.Tensor, rows: torch.Tensor, t: torch.Tensor, dt: torch.Tensor | None, offs: torch.Tensor, of: Factors,
+    needs_b: bool,
+) -> list[torch.Tensor | None]:  # fmt: skip
+    """The gradients of a, where dt is given, and of b, for the gradient dy (M, N) bfloat16 of what is added.
 
-    rows: (M, K) bfloat16 that A read, t: what `down` made of them with scaling 1. Without needs_rows the first is None.
+    rows: (M, K) bfloat16 that A read, t: what `down` made of them with scaling 1. dt: (M, `width_of` (r)), t's gradient.
     """
-    drows = None
     da, db = [None] * len(of.a), [None] * len(of.b)
-    if needs_rows or needs_a:
-        dt = call("low_rank_down", dy, [b.mT for b in of.b], offs, of.per_expert, of.scaling)
-        if needs_rows:
-            drows = call("low_rank_up", dt, [a.mT for a in of.a], offs, of.per_expert, 1.0, added)
-        if needs_a:
-            found = call("bf16_grouped_gemm_wgrad", dt, rows, offs, torch.float32)
-            da = [found[i :: of.per_expert, : a.shape[1]].to(a.dtype) for i, a in enumerate(of.a)]
+    if dt is not None:
+        found = call("bf16_grouped_gemm_wgrad", dt, rows, offs, torch.float32)
+        da = [found[i :: of.per_expert, : a.shape[1]].to(a.dtype) for i, a in enumerate(of.a)]
     if needs_b:
         found = call("bf16_grouped_gemm_wgrad", dy, t, offs, torch.float32)
         db = [(found[i :: of.per_expert, :, : b.shape[2]] * of.scaling).to(b.dtype) for i, b in enumerate(of.b)]
-    return drows, [*da, *db]
+    return [*da, *db]

@@ -28,16 +28,18 @@ _LARGE = tl.constexpr(2**31 - 1)
 
 
 def low_rank_down(
-    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int
-) -> torch.Tensor:
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
     _, rank, columns = factors[0].shape
-    t = torch.empty((rows.shape[0], width), dtype=torch.bfloat16, device=rows.device)
+    m = rows.shape[0] if tokens is None else tokens.shape[0]
+    t = torch.empty((m, width), dtype=torch.bfloat16, device=rows.device)
     block_r = max(16, triton.next_power_of_2(width))
-    live = _live_rows(rows.shape[0], 1, offs.shape[0])
+    live = _live_rows(m, 1, offs.shape[0])
     for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
-        launch(_down, ceil_div(rows.shape[0], live))(
-            rows, t, offs, *given, rows.shape[0], rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
+        launch(_down, ceil_div(m, live))(
+            rows, tokens, t, offs, *given, m, rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
             BLOCK_R=block_r, BLOCK_K=min(_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
         )  # fmt: skip
     return t
@@ -158,7 +160,8 @@ def _product(x, factor, total, HARDWARE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M", "num_groups", "per_expert", "first_factor", "num_factors"])
 def _down(
-    rows_ptr,  # (M, K) bfloat16, strides (row_stride, 1)
+    rows_ptr,  # (M, K) bfloat16, strides (row_stride, 1), or as many rows as tokens name
+    tokens_ptr,  # (M,) int32, the row of each row of t; None for its own
     t_ptr,  # (M, WIDTH) bfloat16
     offs_ptr,  # (num_groups,) int32, ends of the groups
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, RANK, K), strides (expert_stride, rank_stride, k_stride)
@@ -184,11 +187,15 @@ def _down(
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
     covered = tl.program_id(0) * LIVE
-    rows_ptr += covered.to(tl.int64) * row_stride
     t_ptr += covered.to(tl.int64) * WIDTH
     live = tl.arange(0, ROWS)
     row = covered + live
     end_of_rows = tl.minimum(covered + LIVE, M)
+    if tokens_ptr is None:
+        rows_ptr += covered.to(tl.int64) * row_stride
+        of_row = live * row_stride
+    else:
+        of_row = tl.load(tokens_ptr + row, mask=row < end_of_rows, other=0).to(tl.int64) * row_stride
     j = tl.arange(0, BLOCK_R)
     place_of_end = tl.arange(0, GROUPS)
     ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
@@ -204,7 +211,7 @@ def _down(
             for start in tl.range(0, K, BLOCK_K, num_stages=4):
                 k = start + tl.arange(0, BLOCK_K)
                 inside = (k < K)[None, :]
-                x = tl.load(rows_ptr + live[:, None] * row_stride + k[None, :], mask=mine & inside, other=0.0)
+                x = tl.load(rows_ptr + of_row[:, None] + k[None, :], mask=mine & inside, other=0.0)
                 a = tl.load(
                     factor + j[:, None] * rank_stride + k[None, :] * k_stride,
                     mask=(j < RANK)[:, None] & inside, other=0.0,
