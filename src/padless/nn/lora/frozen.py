@@ -56,7 +56,8 @@ def adapted_product(
     read = None  # what A reads, where it is not rows
     groups, factors = None, Factors((), (), 1, 1.0)
     if low is not None:
-        groups, factors = low.offs, low.factors
+        factors = low.factors
+        groups = None if low.offs is offs else low.offs  # Dynamo takes no tensor twice
         if rows.dtype != torch.bfloat16 or low.dropout > 0.0:
             read = dropout(rows.to(torch.bfloat16), low.dropout)
     out: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
@@ -96,18 +97,19 @@ class _Product(torch.autograd.Function):
         ctx.dtype, ctx.bias_dtype, ctx.is_apart = rows.dtype, None if bias is None else bias.dtype, read is not None
         ctx.how = how
         ctx.adds_inside = y is None
-        if groups is None:
+        if len(others) == _PACKED:
             assert y is not None
             ctx.save_for_backward(offs, data, scale, global_scale)
             return y.view(y.shape)
         given, of = rows if read is None else read, _factors(others[_PACKED:], how)
-        t = call("low_rank_down", given, list(of.a), groups, of.per_expert, 1.0)
+        ends = offs if groups is None else groups
+        t = call("low_rank_down", given, list(of.a), ends, of.per_expert, 1.0)
         ctx.save_for_backward(offs, data, scale, global_scale, groups, given, t, *of.a, *of.b)
         out: torch.Tensor
         if codes is not None:
             out = call("low_rank_product", codes, codes_scale, data, scale, bias, offs, t, of.b[0], of.scaling)
         else:
-            out = call("low_rank_up", t, list(of.b), groups, of.per_expert, of.scaling, y)
+            out = call("low_rank_up", t, list(of.b), ends, of.per_expert, of.scaling, y)
         return out
 
     @staticmethod
@@ -121,6 +123,7 @@ class _Product(torch.autograd.Function):
         added: tuple[torch.Tensor | None, ...] = (None, None)  # by the launch that multiplies dy
         if others:
             groups, given, t, *factors = others
+            groups = offs if groups is None else groups
             of = _factors(factors, ctx.how)
             needs = ctx.needs_input_grad[-len(factors) :]
             needs_a, needs_b = any(needs[: len(of.a)]), any(needs[len(of.a) :])
