@@ -13,9 +13,9 @@ from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
 from padless.moe.fused import fuses
-from padless.moe.gather import gather_quantize
+from padless.moe.gather import route_quantize
 from padless.moe.layer import moe
-from padless.moe.routing import check_ids, route
+from padless.moe.routing import Routing, check_ids, route
 from padless.nn.calls import call
 from padless.nn.experts import checking
 from padless.nn.lora import inside, low_rank
@@ -38,9 +38,20 @@ class Frozen(NamedTuple):
     activations: BlockScaledFormat | torch.dtype | None
 
 
+def routed(
+    x: torch.Tensor, ids: torch.Tensor, num_groups: int, frozen: Frozen
+) -> tuple[Routing, BlockScaledTensor | torch.Tensor | None]:
+    """The routing of ids (T, k), and rows as they are multiplied where that takes more than gathering them."""
+    format, scale = format_of_rows(frozen.activations, frozen.w13)
+    if format is None:
+        return route(ids, num_groups), None
+    return route_quantize(x.detach(), ids, num_groups, format, global_scale=scale)
+
+
 def adapted_experts(
     x: torch.Tensor,
     routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    read: BlockScaledTensor | torch.Tensor | None,
     top_k_weights: torch.Tensor,
     shared: torch.Tensor | None,
     frozen: Frozen,
@@ -49,14 +60,11 @@ def adapted_experts(
 ) -> torch.Tensor:
     """The layer of frozen experts with low-rank adapters of each projection, under autograd; (T, H).
 
-    routing: ends of the groups (E,), tokens and inverse, as `padless.moe.route` gives them. low13, low2: what is
+    routing: ends of the groups (E,), tokens and inverse, and read: what `routed` gives. low13, low2: what is
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
-    format, scale = how = format_of_rows(frozen.activations, frozen.w13)
-    read: BlockScaledTensor | torch.Tensor | None = None
-    if format is not None:
-        read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
+    how = format_of_rows(frozen.activations, frozen.w13)
     if low13 is not None and low2 is not None and not _keeps_rows(frozen, low13, low2, x, top_k_weights, shared):
         x16 = x.to(torch.bfloat16)
         y = inferred_rows(x16, tokens, x16[tokens] if read is None else read, offs, frozen, how, low13, low2)
@@ -217,14 +225,16 @@ class LoraExperts(AdaptedModule):
                 )
         if self.ep is not None:
             return self._over_ranks(self.ep, x, top_k_index, top_k_weights, shared, adapter_ids)
+        frozen = self._frozen()
         if adapter_ids is None:
-            offs, tokens, inverse = route(top_k_index, self.num_experts)
+            (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
             low = self._both_low_rank(offs, self._active_names(), by_pairs=False)
         else:
-            pairs, tokens, inverse = route(self._pairs(top_k_index, adapter_ids), self._num_pairs())
+            pairs_of_slots = self._pairs(top_k_index, adapter_ids)
+            (pairs, tokens, inverse), read = routed(x, pairs_of_slots, self._num_pairs(), frozen)
             offs = self._ends_of_experts(pairs)
             low = self._both_low_rank(pairs, self.adapters, by_pairs=True)
-        return adapted_experts(x, (offs, tokens, inverse), top_k_weights, shared, self._frozen(), *low)
+        return adapted_experts(x, (offs, tokens, inverse), read, top_k_weights, shared, frozen, *low)
 
     def _over_ranks(
         self,
