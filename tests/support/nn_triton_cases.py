@@ -266,6 +266,12 @@ def both(down: Any, up: Any, given: list[torch.Tensor], a: Any, b: Any, per_expe
     """The rows between both products, the result, and that of five rows of the last groups by themselves."""
     rows, offs, added = given
     t = down(rows, a, offs, per_expert, 1.0)
+    order = torch.arange(rows.shape[0] - 1, -1, -1, dtype=torch.int32, device=rows.device)
+    by_token = down(rows[order.long()], a, offs, per_expert, 1.0, tokens=order)
+    row, count = torch.arange(rows.shape[0], device=rows.device), len(a)
+    groups = torch.searchsorted(offs.long(), row, right=True)
+    computed = (groups < len(offs)) & (groups % per_expert < count)
+    assert_bits("rows of tokens", by_token[computed], t[computed].cpu())
     few = (offs - (int(offs[-1]) - 5)).clamp(min=0)
     part = slice(int(offs[-1]) - 5, int(offs[-1]))
     t_few = down(rows[part], a, few, per_expert, 1.0)
