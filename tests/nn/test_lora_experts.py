@@ -66,6 +66,8 @@ def test_adapters_by_token(pair: Any) -> None:
     got = run(layer, m, dout, ids)
     check(got, truth(layer, m, dout, ids), least_db(pair))
     assert all(torch.equal(t, got[n]) for n, t in run(layer, m, dout, ids, again=True).items())
+    with torch.no_grad():
+        assert torch.equal(m(layer.x, layer.ids, layer.weights, adapter_ids=ids), got["out"])
     base = layer.run(moe)
     none = (ids < 0) | (ids >= 3)
     assert torch.equal(got["out"][none], base[none])
@@ -127,8 +129,13 @@ def test_the_operators_of_low_rank_products() -> None:
     ops, ids = torch.ops.padless, torch.tensor([[0, 3], [1, -1]])
     torch.library.opcheck(ops.adapter_pairs, (ids, torch.tensor([1, -1]), 3, 2), test_utils=utils)
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5), test_utils=utils)
+    tokens = torch.tensor([3, 1, 8], dtype=torch.int32)
+    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5, tokens), test_utils=utils)
     for added in (None, torch.randn((9, 48), generator=g).bfloat16()):
         torch.library.opcheck(ops.low_rank_up, (t, [back], offs, 2, 0.5, added), test_utils=utils)
+    for format in ("BF16", "FP8_BLOCK"):
+        given = (t, [back], offs, 2, 0.5, added, "swiglu", "alternating", 1.7, 7.0, 1.0, format)
+        torch.library.opcheck(ops.low_rank_up_activated, given, test_utils=utils)
 
 
 class Largest(TorchDispatchMode):

@@ -54,6 +54,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (dequantize, "_dequantize"),
         (low_rank, "_down"),
         (low_rank, "_up"),
+        (low_rank, "_up_activated"),
         (low_rank, "_pairs"),
         (slots, "_slots_to_rows"),
         (slots, "_rows_to_slots"),

@@ -262,6 +262,46 @@ def low_rank_products(device: str) -> None:
             assert_bits(f"{name}: behind the groups", out[row:], added[row:])
 
 
+@case
+def activated_sums(device: str) -> None:
+    """The activation of what is added, in every arrangement, in bfloat16 and FP8_BLOCK: the bits of two passes."""
+    from padless import FP8_BLOCK
+    from padless.moe import Activation
+    from padless.moe.triton.quantize_rows import quantize_rows
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(9)
+    of_gpt_oss = {"alpha": 1.702, "limit": 2.0, "up_offset": 1.0}
+    for activation, rank, count, sizes, columns in (
+        (Activation("swiglu"), 16, 1, (0, 1, 40, 0), 200),
+        (Activation("swiglu", "alternating", **of_gpt_oss), 5, 2, (5, 0, 3, 0, 0, 9), 128),
+        (Activation("geglu", "interleaved"), 20, 1, (3, 2), 96),
+    ):
+        per_expert = count + (len(sizes) % (count + 1) == 0)
+        offs, m = offs_of(sizes, "cpu"), sum(sizes) + 3
+        experts = len(sizes) // per_expert
+        b = [torch.randn(experts, 2 * columns, rank, generator=g).bfloat16() for _ in range(count)]
+        assert low_rank.activates_up(activation, b)
+        t = torch.randn(m, low_rank.width_of(rank), generator=g).bfloat16()
+        added = torch.randn(m, 2 * columns, generator=g).bfloat16()
+        there = (t.to(device), [f.to(device) for f in b], offs.to(device), per_expert, 0.5, added.to(device))
+        with poisoned_memory():
+            h = kernels.low_rank_up(*there)
+            want = quantize_rows(h, FP8_BLOCK, activation=activation)
+            want_values, _ = quantize_rows(h, None, activation=activation)
+            values, codes, scale = kernels.low_rank_up_activated(*there, activation, True)
+            alone, nothing, _ = kernels.low_rank_up_activated(*there, activation, False)
+        assert nothing is None
+        assert_bits("values", values, want_values.cpu())
+        assert_bits("values without codes", alone, want_values.cpu())
+        assert_bits("codes", codes, want[0].view(torch.uint8).cpu())
+        assert_bits("scales", scale, want[1].cpu())
+        ld = scale.stride(1)
+        padding = scale.as_strided((ld, scale.shape[1]), (1, ld))[m:]
+        assert not bool(padding.any())
+
+
 def both(down: Any, up: Any, given: list[torch.Tensor], a: Any, b: Any, per_expert: int) -> tuple[torch.Tensor, ...]:
     """The rows between both products, the result, and that of five rows of the last groups by themselves."""
     rows, offs, added = given

@@ -20,7 +20,7 @@ from padless.nn.calls import call
 from padless.nn.experts import checking
 from padless.nn.lora import inside, low_rank
 from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
-from padless.nn.lora.frozen import adapted_product, added_product
+from padless.nn.lora.frozen import activated_product, adapted_product, added_product
 from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
@@ -112,8 +112,7 @@ def inferred_rows(
         assert isinstance(read, BlockScaledTensor)
         hidden, operand = inside.swiglu(read, frozen.w13, frozen.bias13, offs, t, of.b[0], of.scaling, activation)
     else:
-        h = added_product(read, frozen.w13, frozen.bias13, offs, t, low13)
-        hidden, operand = activated(h, activation, *how)
+        hidden, operand = activated_product(read, frozen.w13, frozen.bias13, offs, t, low13, activation, how)
     return added_product(operand, frozen.w2, frozen.bias2, offs, low_rank.applied(hidden, low2), low2)
 
 

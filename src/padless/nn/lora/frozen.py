@@ -13,15 +13,17 @@ from typing import Any
 import torch
 from torch.nn.functional import dropout
 
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.moe import ops
+from padless.moe.activation import Activation
 from padless.moe.backward import transposed
 from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.layer import Projection
 from padless.nn.calls import call
 from padless.nn.lora import inside
-from padless.nn.lora.low_rank import Factors, LowRank, factor_gradients
+from padless.nn.lora.low_rank import Factors, LowRank, activates_up, factor_gradients
+from padless.nn.lora.tokens import activated
 from padless.nn.rows import groups_from_front, groups_to_front
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lowered_by_lift, quantize_lifted
@@ -79,6 +81,26 @@ def added_product(
     y = Projection(weights, bias, None).product(operand, offs)
     out: torch.Tensor = call("low_rank_up", t, list(of.b), low.offs, of.per_expert, of.scaling, y)
     return out
+
+
+def activated_product(
+    operand: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, bias: torch.Tensor | None, offs: torch.Tensor,
+    t: torch.Tensor, low: LowRank, activation: Activation,
+    how: tuple[BlockScaledFormat | None, torch.Tensor | None],
+) -> tuple[torch.Tensor, BlockScaledTensor | torch.Tensor]:  # fmt: skip
+    """`activated` of what `added_product` gives; how: the format of rows, and NVFP4's global scale of them."""
+    of, (format, _) = low.factors, how
+    in_one_pass = format in (None, FP8_BLOCK) and activates_up(activation, of.b)
+    if not in_one_pass or inside.adds_inside(operand, weights, of):
+        return activated(added_product(operand, weights, bias, offs, t, low), activation, *how)
+    y, a = Projection(weights, bias, None).product(operand, offs), activation
+    name = "BF16" if format is None else format.name
+    of_activation = (a.kind, a.gate_up, a.alpha, a.limit, a.up_offset, name)
+    given = (list(of.b), low.offs, of.per_expert, of.scaling, y, *of_activation)
+    hidden, codes, scale = call("low_rank_up_activated", t, *given)
+    if format is None:
+        return hidden, hidden
+    return hidden, BlockScaledTensor(codes.view(format.data_dtype), scale, format)
 
 
 _PACKED = 5  # arguments that are a weight

@@ -13,10 +13,13 @@ import torch
 
 from padless.formats import round_up
 from padless.moe import ops
+from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
 from padless.nn.calls import call
+from padless.runtime.choices import ActivationKind, GateUp
 
 _RANK_MULTIPLE, _LEAST_RANK = 8, 16  # columns of bfloat16 rows that the kernels of weight gradients read
+_FACTORS, _MOST_RANK = 8, 64  # of a launch that activates what it adds to
 
 
 class Factors(NamedTuple):
@@ -132,6 +135,54 @@ def up(
         found = t[some, : factor.shape[1]].float() @ _as_read(factor).T * scaling
         out[some] = (out[some].float() + found).to(t.dtype)
     return out
+
+
+def _up_activated_fake(
+    t: torch.Tensor, factors: Any, offs: Any, per_expert: int, scaling: float, added: torch.Tensor, *how: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *activation, format = how
+    columns = Activation(*activation).out_columns(added.shape[1])
+    values = added.new_empty((t.shape[0], columns))
+    if format == "BF16":
+        return values, values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.uint8)
+    return values, *ops._quantized_fake(t.shape[0], columns, format, "plain", added)
+
+
+@ops.operator(
+    "low_rank_up_activated",
+    "(Tensor t, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor added, str kind, str gate_up, "
+    "float alpha, float? limit, float up_offset, str format) -> (Tensor, Tensor, Tensor)",
+    _up_activated_fake,
+)
+def up_activated(
+    t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
+    added: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
+    format: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The activation of `up`, in bfloat16, and quantized from its float32 values to format; the last two are empty for
+    "BF16". format: also "FP8_BLOCK", and then `activates_up` says what is one pass.
+    """
+    activation, is_quantized = Activation(kind, gate_up, alpha, limit, up_offset), format != "BF16"
+    nothing, no_scale = (torch.empty(0, dtype=torch.uint8, device=t.device) for _ in range(2))
+    if runs_triton(t) and added.numel() > 0 and activates_up(activation, factors):
+        from padless.nn.triton import low_rank as kernels
+
+        with on_device_of(t):
+            given = (t.contiguous(), factors, offs, per_expert, scaling, added.contiguous())
+            values, codes, scale = kernels.low_rank_up_activated(*given, activation, is_quantized)
+        return values, nothing if codes is None else codes, no_scale if scale is None else scale
+    how = (kind, gate_up, alpha, limit, up_offset)
+    h = up(t, factors, offs, per_expert, scaling, added)
+    if not is_quantized:
+        return ops.call("activate_quantize", h, *how, format, "", "plain", None, None)[0], nothing, no_scale
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    found = ops.call("activate_and_quantize", h, *how, format, "", "plain", None, None)
+    return found
+
+
+def activates_up(activation: Activation, factors: Sequence[torch.Tensor]) -> bool:
+    """Whether what `up` adds to is activated in the same pass."""
+    return activation.is_gated and len(factors) <= _FACTORS and factors[0].shape[2] <= _MOST_RANK
 
 
 def _rows_of_factors(

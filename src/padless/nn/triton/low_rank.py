@@ -1,4 +1,5 @@
-"""The two products of low-rank adapters as Triton kernels: bound by the rows that they read or write.
+"""The two products of low-rank adapters as Triton kernels: bound by the rows that they read or write. The second one may
+activate and quantize what it adds to.
 
 Rows are in groups of (expert, adapter). A program takes a few consecutive rows and goes through the groups that these
 are in; every row is multiplied by tensor-core instructions of the same shape whatever rows are around it, so that its
@@ -16,8 +17,12 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.layouts import empty_mn_major
+from padless.moe.activation import Activation
+from padless.moe.triton import arithmetic
 from padless.moe.triton.arithmetic import rounded
-from padless.quantization.triton import casts
+from padless.nn.triton.activation import ARRANGEMENTS
+from padless.quantization.triton import casts, fp8_block
 from padless.quantization.triton.launches import launch
 
 FACTORS = 8  # of a launch, which are parameters of the kernel
@@ -63,6 +68,33 @@ def low_rank_up(
         )  # fmt: skip
         added = out
     return out
+
+
+def low_rank_up_activated(
+    t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
+    added: torch.Tensor, activation: Activation, is_quantized: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """`padless.nn.lora.low_rank.up_activated` of contiguous t and added, neither M nor N 0, and of factors that
+    `activates_up`: values, and codes as bytes and scales in FP8_BLOCK or None.
+    """
+    rows, columns = added.shape[0], added.shape[1] // 2
+    values = torch.empty((rows, columns), dtype=torch.bfloat16, device=t.device)
+    codes = scale = None
+    if is_quantized:
+        codes = torch.empty((rows, columns), dtype=torch.uint8, device=t.device)
+        scale = empty_mn_major(rows, ceil_div(columns, _COLUMNS), t.device)
+    rank = factors[0].shape[2]
+    blocks = ceil_div(columns, _COLUMNS)
+    live = _live_rows(rows, blocks, offs.shape[0])
+    ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, live)
+    launch(_up_activated, ceil_div(rows, live) * blocks)(
+        t, added, values, codes, scale, offs, *given, rows, columns, blocks, *counts,
+        0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
+        KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
+        RANK=rank, WIDTH=t.shape[1], BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=_COLUMNS,
+        num_warps=8 if live == _ROWS else 4, **options,
+    )  # fmt: skip
+    return values, codes, scale
 
 
 def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int, num_adapters: int) -> torch.Tensor:
@@ -288,4 +320,110 @@ def _up(
             # A row without an adapter keeps its bits, the sign of zero too.
             result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
         tl.store(out_ptr + place, _bfloat16(result, HARDWARE), mask=inside)
+        covered = end
+
+
+@triton.jit
+def _sums(
+    t, added_ptr, factor, n, n_stride, mine, inside, in_rank, has_factor, scaling,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Columns n of what `_up` stores, in float32. factor: pointers to the ranks of a row of it."""
+    added = tl.load(added_ptr + n[None, :], mask=mine & inside[None, :], other=0.0)
+    b = tl.load(factor + n[None, :] * n_stride, mask=in_rank[:, None] & inside[None, :], other=0.0)
+    result = _product(t, b, tl.zeros((ROWS, COLUMNS), tl.float32), HARDWARE) * scaling
+    result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
+    return casts.to_float32(_bfloat16(result, HARDWARE))
+
+
+@triton.jit(do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors", "scale_ld"])
+def _up_activated(
+    t_ptr,  # (M, WIDTH) bfloat16
+    added_ptr,  # (M, 2 I) bfloat16
+    values_ptr,  # (M, I) bfloat16
+    codes_ptr,  # (M, I) uint8, None for values alone
+    scale_ptr,  # (M, blocks) float32, strides (1, scale_ld)
+    offs_ptr,  # (num_groups,) int32, ends of the groups
+    f0, f1, f2, f3, f4, f5, f6, f7,  # (E, 2 I, RANK), strides (expert_stride, n_stride, rank_stride)
+    M,
+    I,  # noqa: E741
+    blocks,
+    expert_stride,
+    n_stride,
+    rank_stride,
+    num_groups,
+    per_expert,
+    first_factor,
+    num_factors,
+    scaling,
+    scale_ld,
+    alpha,
+    up_offset,
+    limit,
+    KIND: tl.constexpr,
+    ARRANGEMENT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # columns of values, and of a block of scales
+    LIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """The activation of what `_up` stores, bit for bit."""
+    block = tl.program_id(0) % blocks
+    covered = tl.program_id(0) // blocks * LIVE
+    live = tl.arange(0, ROWS)
+    row = covered + live
+    end_of_rows = tl.minimum(covered + LIVE, M)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    wide = block * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+    j = tl.arange(0, BLOCK_R)
+    t_ptr += covered.to(tl.int64) * WIDTH
+    added_ptrs = added_ptr + covered.to(tl.int64) * (2 * I) + live[:, None] * (2 * I)
+    first_value = covered.to(tl.int64) * I
+    place = live[:, None] * I + column[None, :]
+    place_of_end = tl.arange(0, GROUPS)
+    ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
+    if scale_ptr is not None:  # the padding below the scales
+        padded = M + tl.arange(0, 4)
+        is_padding = (padded < scale_ld) & (tl.program_id(0) < blocks)
+        tl.store(scale_ptr + block.to(tl.int64) * scale_ld + padded, tl.zeros((4,), tl.float32), mask=is_padding)
+    while covered < end_of_rows:
+        group, end = _group_of(ends, covered)
+        end = tl.minimum(end, end_of_rows)
+        is_mine = (row >= covered) & (row < end)
+        mine = is_mine[:, None]
+        adapter = group % per_expert - first_factor
+        has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
+        of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
+        factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED) + j[:, None] * rank_stride
+        in_rank = (j < RANK) & has_factor
+        t = tl.load(t_ptr + live[:, None] * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
+        if ARRANGEMENT == 2:
+            both = _sums(t, added_ptrs, factor, wide, n_stride, mine, wide < 2 * I, in_rank, has_factor, scaling,
+                         ROWS, 2 * BLOCK_N, HARDWARE)  # fmt: skip
+            gate, up = tl.split(tl.reshape(both, (ROWS, BLOCK_N, 2)))
+        else:
+            if ARRANGEMENT == 0:
+                of_gate = column
+                of_up = I + column
+            else:
+                of_gate = column // 32 * 64 + column % 32
+                of_up = of_gate + 32
+            gate = _sums(t, added_ptrs, factor, of_gate, n_stride, mine, column < I, in_rank, has_factor, scaling,
+                         ROWS, BLOCK_N, HARDWARE)  # fmt: skip
+            up = _sums(t, added_ptrs, factor, of_up, n_stride, mine, column < I, in_rank, has_factor, scaling,
+                       ROWS, BLOCK_N, HARDWARE)  # fmt: skip
+        inside = mine & (column < I)[None, :]
+        x = arithmetic.activated(gate, up, KIND, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
+        x = tl.where(inside, x, 0.0)
+        tl.store(values_ptr + first_value + place, _bfloat16(x, HARDWARE), mask=inside)
+        if codes_ptr is not None:
+            scale, multiplier = fp8_block._fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
+            tl.store(codes_ptr + first_value + place, casts.to_e4m3(x * multiplier[:, None], HARDWARE), mask=inside)
+            tl.store(scale_ptr + block.to(tl.int64) * scale_ld + row, scale, mask=is_mine)
         covered = end
