@@ -7,8 +7,6 @@ and then what `padless.epilogue` defines. The products of bfloat16 are summed in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
@@ -17,6 +15,7 @@ from padless.kernels.launch import Prepared
 from padless.kernels.remembered import facts_of, launch_remembered
 from padless.kernels.sm90_fp8 import host_quant
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_fp8.host_quant import LowRankProduct
 from padless.ops.checks import check_offs_values, check_operands, check_operands_of_kernel
 from padless.ops.epilogue_run import check_columns
 from padless.reference.epilogue import epilogue_reference
@@ -24,15 +23,6 @@ from padless.reference.gemm import fma_float32, group_rows, grouped_gemm_referen
 from padless.runtime.architecture import HOPPER
 from padless.runtime.devices import chosen_backend, device_of, kernels_for
 from padless.runtime.driver import stream_of
-
-
-@dataclass(frozen=True, eq=False)
-class LowRankProduct:
-    """t: (M, at least r) bfloat16, zeros from column r on. factor: (G, N, r) bfloat16, r a multiple of 8; contiguous."""
-
-    t: torch.Tensor
-    factor: torch.Tensor
-    scaling: float
 
 
 def takes_low_rank(weights: BlockScaledTensor, rank: int) -> bool:

@@ -19,7 +19,7 @@ from padless.formats import FP8_BLOCK
 from padless.kernels.epilogue_launch import prelude_of
 from padless.kernels.sm90_fp8 import host_quant
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
-from padless.ops.grouped_gemm_low_rank import LowRankProduct
+from padless.kernels.sm90_fp8.host_quant import LowRankProduct
 from padless.reference.gemm import fma_float32, group_rows
 from padless.runtime import jit
 from support.emulator_variants import Edit, Variant

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,11 +21,20 @@ from padless.kernels.sm90_fp8.host import few_rows_maps, packed, readable
 from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver
 
-if TYPE_CHECKING:
-    from padless.ops.grouped_gemm_low_rank import LowRankProduct
-
 Config = Sm90Fp8Config
 MAX_RANK = 64  # columns of bfloat16 in a stage
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankProduct:
+    """What is added to the sums of a launch: scaling * t @ factor[g].T.
+
+    t: (M, at least r) bfloat16, zeros from column r on. factor: (G, N, r) bfloat16, r a multiple of 8; contiguous.
+    """
+
+    t: torch.Tensor
+    factor: torch.Tensor
+    scaling: float
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.kernels.sm90_fp8.host_quant import LowRankProduct
 from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.fused import epilogue_of, gate_rule_of
 from padless.nn.calls import call
 from padless.nn.lora.low_rank import Factors
 from padless.ops.epilogue_run import with_outputs
-from padless.ops.grouped_gemm_low_rank import LowRankProduct, grouped_gemm_low_rank, takes_low_rank
+from padless.ops.grouped_gemm_low_rank import grouped_gemm_low_rank, takes_low_rank
 from padless.runtime.choices import GateUp
 
 _ARGUMENTS = (
