@@ -27,7 +27,7 @@ MAX_RANK = 64  # columns of bfloat16 in a stage
 
 @dataclass(frozen=True, eq=False)
 class LowRankProduct:
-    """What is added to the sums of a launch: scaling * t @ factor[g].T.
+    """Addends of the sums of a launch: scaling * t @ factor[g].T.
 
     t: (M, at least r) bfloat16, zeros from column r on. factor: (G, N, r) bfloat16, r a multiple of 8; contiguous.
     """

@@ -117,7 +117,7 @@ def inferred_rows(
 
 
 def _keeps_rows(frozen: Frozen, low13: LowRank, low2: LowRank, *others: torch.Tensor | None) -> bool:
-    """Whether autograd follows the layer, or dropout draws rows of its own."""
+    """Whether autograd follows the layer, or dropout changes what A reads."""
     factors = (*low13.factors.a, *low13.factors.b, *low2.factors.a, *low2.factors.b)
     return low13.dropout > 0.0 or has_backward(*others, frozen.bias13, frozen.bias2, *factors)
 

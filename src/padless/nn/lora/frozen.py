@@ -73,7 +73,7 @@ def added_product(
     operand: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, bias: torch.Tensor | None, offs: torch.Tensor,
     t: torch.Tensor, low: LowRank,
 ) -> torch.Tensor:  # fmt: skip
-    """What `adapted_product` is of rows of which A makes t (M, `width_of` (r)), outside of autograd."""
+    """`adapted_product` of rows of which A makes t (M, `width_of` (r)), outside of autograd."""
     of = low.factors
     if inside.adds_inside(operand, weights, of):
         assert isinstance(operand, BlockScaledTensor)
