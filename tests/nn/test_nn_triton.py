@@ -40,8 +40,7 @@ def test_on_the_gpu(name: str) -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
-    from padless.moe.triton import slots
-    from padless.moe.triton import quantize_rows
+    from padless.moe.triton import quantize_rows, slots
     from padless.nn.triton import activation, dequantize, low_rank, rows, swiglu
     from padless.quantization.triton import casts
 

@@ -23,11 +23,12 @@ from padless.moe.triton import arithmetic
 from padless.moe.triton.arithmetic import rounded
 from padless.nn.triton.activation import ARRANGEMENTS
 from padless.quantization.triton import casts, fp8_block
-from padless.quantization.triton.launches import launch
+from padless.quantization.triton.launches import begin, launch, programmatic
 
 FACTORS = 8  # of a launch, which are parameters of the kernel
 _ROWS = 32  # of a program at most: fewer where that makes too few programs, or many groups one after the other
 _PROGRAMS = 512
+_FEW_ROWS = 1024
 _COLUMNS = 128
 _LARGE = tl.constexpr(2**31 - 1)
 
@@ -42,7 +43,7 @@ def low_rank_down(
     t = torch.empty((m, width), dtype=torch.bfloat16, device=rows.device)
     block_r = max(16, triton.next_power_of_2(width))
     live = _live_rows(m, 1, offs.shape[0])
-    for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, m, live):
         launch(_down, ceil_div(m, live))(
             rows, tokens, t, offs, *given, m, rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
             BLOCK_R=block_r, BLOCK_K=min(_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
@@ -61,7 +62,7 @@ def low_rank_up(
     block_n = min(_COLUMNS, 8192 // block_r)
     blocks = ceil_div(columns, block_n)
     live = _live_rows(t.shape[0], blocks, offs.shape[0])
-    for given, counts, options in _launches(factors, offs, per_expert, scaling, live):
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, t.shape[0], live):
         launch(_up, ceil_div(t.shape[0], live) * blocks)(
             t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
             BLOCK_R=block_r, BLOCK_N=block_n, num_warps=8 if live == _ROWS else 4, **options,
@@ -86,7 +87,7 @@ def low_rank_up_activated(
     rank = factors[0].shape[2]
     blocks = ceil_div(columns, _COLUMNS)
     live = _live_rows(rows, blocks, offs.shape[0])
-    ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, live)
+    ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, rows, live)
     launch(_up_activated, ceil_div(rows, live) * blocks)(
         t, added, values, codes, scale, offs, *given, rows, columns, blocks, *counts,
         0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
@@ -101,8 +102,9 @@ def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int
     """`padless.nn.lora.low_rank.adapter_pairs`, of contiguous tensors; ids is not empty."""
     out = torch.empty_like(ids)
     launch(_pairs, ceil_div(ids.numel(), 256))(
-        ids, adapter_ids, out, ids.numel(), ids.shape[1], num_experts, num_adapters, SLOTS=256, num_warps=4
-    )
+        ids, adapter_ids, out, ids.numel(), ids.shape[1], num_experts, num_adapters, SLOTS=256, num_warps=4,
+        **_programmatic(ids.numel(), ids.device),
+    )  # fmt: skip
     return out
 
 
@@ -110,7 +112,7 @@ Launches = list[tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]
 
 
 def _launches(
-    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, live: int
+    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, rows: int, live: int
 ) -> Launches:
     """(factors, filled up with their first; strides and numbers; options) of each launch."""
     if len({(t.stride(), t.dtype) for t in factors}) > 1:
@@ -128,9 +130,15 @@ def _launches(
             "ALIGNED": aligned,
             "HARDWARE": hardware,
             "enable_fp_fusion": False,
+            **_programmatic(rows, offs.device),
         }
         found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
     return found
+
+
+def _programmatic(rows: int, device: torch.device) -> dict[str, int]:
+    """Options of a launch, which begins before the kernel ahead has ended where it is one of many short ones."""
+    return programmatic(device) if rows <= _FEW_ROWS else {"PROGRAMMATIC": 0}
 
 
 def _live_rows(rows: int, blocks: int, groups: int) -> int:
@@ -140,7 +148,11 @@ def _live_rows(rows: int, blocks: int, groups: int) -> int:
 
 
 @triton.jit(do_not_specialize=["slots", "num_adapters"])
-def _pairs(ids_ptr, adapter_ids_ptr, out_ptr, slots, top_k, num_experts, num_adapters, SLOTS: tl.constexpr):
+def _pairs(
+    ids_ptr, adapter_ids_ptr, out_ptr, slots, top_k, num_experts, num_adapters,
+    SLOTS: tl.constexpr, PROGRAMMATIC: tl.constexpr,
+):  # fmt: skip
+    begin(PROGRAMMATIC)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     expert = tl.load(ids_ptr + slot, mask=slot < slots, other=0)
     adapter = tl.load(adapter_ids_ptr + slot // top_k, mask=slot < slots, other=0).to(expert.dtype)
@@ -217,7 +229,9 @@ def _down(
     GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
+    begin(PROGRAMMATIC)
     covered = tl.program_id(0) * LIVE
     t_ptr += covered.to(tl.int64) * WIDTH
     live = tl.arange(0, ROWS)
@@ -283,8 +297,10 @@ def _up(
     GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """Rows of no group and of groups without a factor are `added`."""
+    begin(PROGRAMMATIC)
     covered = tl.program_id(0) // blocks * LIVE
     live = tl.arange(0, ROWS)
     row = covered + live
@@ -372,8 +388,10 @@ def _up_activated(
     GROUPS: tl.constexpr,
     ALIGNED: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """The activation of what `_up` stores, bit for bit."""
+    begin(PROGRAMMATIC)
     block = tl.program_id(0) % blocks
     covered = tl.program_id(0) // blocks * LIVE
     live = tl.arange(0, ROWS)
