@@ -10,7 +10,7 @@ bits depend on the row and the factors alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,11 +42,12 @@ def low_rank_down(
     m = rows.shape[0] if tokens is None else tokens.shape[0]
     t = torch.empty((m, width), dtype=torch.bfloat16, device=rows.device)
     block_r = max(16, triton.next_power_of_2(width))
-    live = _live_rows(m, 1, offs.shape[0])
-    for given, counts, options in _launches(factors, offs, per_expert, scaling, m, live):
-        launch(_down, ceil_div(m, live))(
+    tile = _down_tile(m, offs.shape[0], block_r)
+    begins = _programmatic(m, offs.device, is_behind_product=tokens is None)
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, tile.rows):
+        launch(_down, ceil_div(m, tile.rows))(
             rows, tokens, t, offs, *given, m, rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
-            BLOCK_R=block_r, BLOCK_K=min(_COLUMNS, 8192 // block_r), num_warps=2 if block_r == 16 else 4, **options,
+            BLOCK_R=block_r, BLOCK_K=tile.columns, STAGES=tile.stages, num_warps=tile.num_warps, **options, **begins,
         )  # fmt: skip
     return t
 
@@ -61,11 +62,12 @@ def low_rank_up(
     block_r = max(16, triton.next_power_of_2(rank))
     block_n = min(_COLUMNS, 8192 // block_r)
     blocks = ceil_div(columns, block_n)
-    live = _live_rows(t.shape[0], blocks, offs.shape[0])
-    for given, counts, options in _launches(factors, offs, per_expert, scaling, t.shape[0], live):
-        launch(_up, ceil_div(t.shape[0], live) * blocks)(
+    tile = _up_tile(t.shape[0], blocks, offs.shape[0])
+    begins = _programmatic(t.shape[0], offs.device, is_behind_product=True)
+    for given, counts, options in _launches(factors, offs, per_expert, scaling, tile.rows):
+        launch(_up, ceil_div(t.shape[0], tile.rows) * blocks)(
             t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
-            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=8 if live == _ROWS else 4, **options,
+            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=tile.num_warps, **options, **begins,
         )  # fmt: skip
         added = out
     return out
@@ -86,14 +88,14 @@ def low_rank_up_activated(
         scale = empty_mn_major(rows, ceil_div(columns, _COLUMNS), t.device)
     rank = factors[0].shape[2]
     blocks = ceil_div(columns, _COLUMNS)
-    live = _live_rows(rows, blocks, offs.shape[0])
-    ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, rows, live)
-    launch(_up_activated, ceil_div(rows, live) * blocks)(
+    tile = _up_tile(rows, blocks, offs.shape[0])
+    ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, tile.rows)
+    launch(_up_activated, ceil_div(rows, tile.rows) * blocks)(
         t, added, values, codes, scale, offs, *given, rows, columns, blocks, *counts,
         0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
         KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
         RANK=rank, WIDTH=t.shape[1], BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=_COLUMNS,
-        num_warps=8 if live == _ROWS else 4, **options,
+        num_warps=tile.num_warps, **options, **_programmatic(rows, offs.device, is_behind_product=True),
     )  # fmt: skip
     return values, codes, scale
 
@@ -103,7 +105,7 @@ def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int
     out = torch.empty_like(ids)
     launch(_pairs, ceil_div(ids.numel(), 256))(
         ids, adapter_ids, out, ids.numel(), ids.shape[1], num_experts, num_adapters, SLOTS=256, num_warps=4,
-        **_programmatic(ids.numel(), ids.device),
+        **_programmatic(ids.numel(), ids.device, is_behind_product=False),
     )  # fmt: skip
     return out
 
@@ -112,7 +114,7 @@ Launches = list[tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]
 
 
 def _launches(
-    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, rows: int, live: int
+    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, live: int
 ) -> Launches:
     """(factors, filled up with their first; strides and numbers; options) of each launch."""
     if len({(t.stride(), t.dtype) for t in factors}) > 1:
@@ -130,13 +132,31 @@ def _launches(
             "ALIGNED": aligned,
             "HARDWARE": hardware,
             "enable_fp_fusion": False,
-            **_programmatic(rows, offs.device),
         }
         found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
     return found
 
 
-def _programmatic(rows: int, device: torch.device) -> dict[str, int]:
+class _Tile(NamedTuple):
+    """Part of a program: rows, a power of two, by columns at a time; warps, and columns on their way."""
+
+    rows: int
+    columns: int
+    num_warps: int
+    stages: int = 4
+
+
+def _down_tile(rows: int, groups: int, block_r: int) -> _Tile:
+    live = _live_rows(rows, 1, groups)
+    return _Tile(live, min(_COLUMNS, 8192 // block_r), 2 if block_r == 16 else 4)
+
+
+def _up_tile(rows: int, blocks: int, groups: int) -> _Tile:
+    live = _live_rows(rows, blocks, groups)
+    return _Tile(live, _COLUMNS, 8 if live == _ROWS else 4)
+
+
+def _programmatic(rows: int, device: torch.device, *, is_behind_product: bool) -> dict[str, int]:
     """Options of a launch, which begins before the kernel ahead has ended where it is one of many short ones."""
     return programmatic(device) if rows <= _FEW_ROWS else {"PROGRAMMATIC": 0}
 
@@ -229,6 +249,7 @@ def _down(
     GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
+    STAGES: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     begin(PROGRAMMATIC)
@@ -254,7 +275,7 @@ def _down(
             factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
             mine = ((row >= covered) & (row < end))[:, None]
             total = tl.zeros((ROWS, BLOCK_R), tl.float32)
-            for start in tl.range(0, K, BLOCK_K, num_stages=4):
+            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
                 k = start + tl.arange(0, BLOCK_K)
                 inside = (k < K)[None, :]
                 x = tl.load(rows_ptr + of_row[:, None] + k[None, :], mask=mine & inside, other=0.0)
