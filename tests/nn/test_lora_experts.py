@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from padless import FP8_BLOCK, MXFP4, NVFP4
 from padless.moe import Activation, moe
 from padless.moe.ops import packed
-from padless.nn.lora import frozen, tokens
+from padless.nn.lora import experts, frozen, tokens
 from support.lora_layer import BF16_PAIR, GPT_OSS, LEAST_DB, check, dout_of, least_db, module, run, truth
 from support.moe_layer_problem import PAIRS, draw_layer, exact_activation, pair_name
 from support.training_layer import sqnr
@@ -67,7 +67,10 @@ def test_adapters_by_token(pair: Any) -> None:
     check(got, truth(layer, m, dout, ids), least_db(pair))
     assert all(torch.equal(t, got[n]) for n, t in run(layer, m, dout, ids, again=True).items())
     with torch.no_grad():
-        assert torch.equal(m(layer.x, layer.ids, layer.weights, adapter_ids=ids), got["out"])
+        for slots in (0, 1024):  # by groups of pairs, and looked up by each row
+            with mock.patch.object(experts, "_FEW_SLOTS", slots):
+                for given in (ids, ids.int()):
+                    assert torch.equal(m(layer.x, layer.ids, layer.weights, adapter_ids=given), got["out"])
     base = layer.run(moe)
     none = (ids < 0) | (ids >= 3)
     assert torch.equal(got["out"][none], base[none])
@@ -131,6 +134,8 @@ def test_the_operators_of_low_rank_products() -> None:
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5), test_utils=utils)
     tokens = torch.tensor([3, 1, 8], dtype=torch.int32)
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5, tokens), test_utils=utils)
+    chosen = (torch.tensor([0, -1]), torch.tensor([0, 1] * 4 + [0], dtype=torch.int32))
+    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs[:2], 1, 0.5, None, *chosen), test_utils=utils)
     for added in (None, torch.randn((9, 48), generator=g).bfloat16()):
         torch.library.opcheck(ops.low_rank_up, (t, [back], offs, 2, 0.5, added), test_utils=utils)
     for format in ("BF16", "FP8_BLOCK"):

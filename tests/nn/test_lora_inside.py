@@ -16,7 +16,7 @@ from padless import FP8_BLOCK, grouped_gemm
 from padless.moe import gather_quantize, moe, route
 from padless.moe.activation import activate
 from padless.nn.lora import LoraExperts, inside
-from padless.nn.lora.low_rank import Factors, down
+from padless.nn.lora.low_rank import Factors, LowRank, down
 from padless.reference.gemm import fma_float32
 from padless.runtime.devices import backend_on_cpu
 from support.lora_layer import LEAST_DB, check, dout_of, module, run, truth
@@ -139,9 +139,14 @@ def test_other_weights_and_rows_are_not_taken() -> None:
     layer = draw_layer(PAIR)
     rows = gather_quantize(layer.x, route(layer.ids, 5)[2], FP8_BLOCK)
     factor = torch.zeros(5, 16, 160)
-    taken = lambda operand, w, count=1: inside.adds_inside(operand, w, Factors((factor,), (), count, 1.0))  # noqa: E731
+    offs = torch.zeros(5, dtype=torch.int32)
+
+    def taken(operand: Any, w: Any, count: int = 1, chosen: torch.Tensor | None = None) -> bool:
+        return inside.adds_inside(operand, w, LowRank(Factors((factor,), (), count, 1.0), offs, adapter_ids=chosen))
+
     assert taken(rows, layer.w13)
     assert not taken(rows, layer.w13, 2)
+    assert not taken(rows, layer.w13, 1, offs)
     assert not taken(layer.x, layer.w13)
     with backend_on_cpu("emulator:sm_100a"):
         assert not taken(rows, layer.w13)

@@ -302,6 +302,45 @@ def activated_sums(device: str) -> None:
         assert not bool(padding.any())
 
 
+@case
+def adapters_of_tokens(device: str) -> None:
+    """Rows that look their adapters up have the bits of rows in groups of (expert, adapter)."""
+    from padless.moe import Activation
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(11)
+    tokens, top_k, experts, count, k, columns, rank = 9, 2, 3, 2, 136, 128, 16
+    ids = torch.randint(0, experts, (tokens, top_k), generator=g)
+    chosen = torch.tensor([-1, 0, 1, 2, 1, 0, 7, -9, 1])
+    a = [torch.randn(experts, rank, k, generator=g).bfloat16().to(device) for _ in range(count)]
+    b = [torch.randn(experts, 2 * columns, rank, generator=g).bfloat16().to(device) for _ in range(count)]
+    x = torch.randn(tokens, k, generator=g).bfloat16().to(device)
+    added = torch.randn(tokens, top_k, 2 * columns, generator=g).bfloat16()  # by slot
+    activation = Activation("swiglu")
+    found = {}
+    for name, of_slots, groups in (
+        ("pairs", low_rank.adapter_pairs(ids, chosen, experts, count), experts * (count + 1)),
+        ("looked up", ids, experts),
+    ):
+        order = of_slots.flatten().sort(stable=True).indices
+        offs = torch.bincount(of_slots.flatten(), minlength=groups).cumsum(0).int().to(device)
+        of_rows = (order // top_k).int().to(device)
+        by_token = (None, None) if name == "pairs" else (chosen.to(device), of_rows)
+        given = (offs, count + 1 if name == "pairs" else 1)
+        with poisoned_memory():
+            t = kernels.low_rank_down(x, a, *given, 1.0, 16, of_rows, by_token)
+            has = ((chosen >= 0) & (chosen < count))[order // top_k]
+            t_known = torch.where(has[:, None].to(device), t, torch.zeros_like(t))
+            y = added.flatten(0, 1)[order].to(device)
+            h = kernels.low_rank_up(t, b, *given, 0.5, y, by_token)
+            all_of = kernels.low_rank_up_activated(t, b, *given, 0.5, y, activation, True, by_token)
+        back = order.argsort()
+        found[name] = [r.cpu()[back].contiguous() for r in (t_known, h, *all_of)]
+    for got, want in zip(found["looked up"], found["pairs"], strict=True):
+        assert_bits("looked up", got, want)
+
+
 def both(down: Any, up: Any, given: list[torch.Tensor], a: Any, b: Any, per_expert: int) -> tuple[torch.Tensor, ...]:
     """The rows between both products, the result, and that of five rows of the last groups by themselves."""
     rows, offs, added = given

@@ -26,6 +26,8 @@ from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
 
+_FEW_SLOTS = 1024  # up to here rows look their adapters up, where nothing is trained
+
 
 class Frozen(NamedTuple):
     """Both projections' codes and biases, the activation between them, and rows' format as `LoraExperts` takes it."""
@@ -108,7 +110,7 @@ def inferred_rows(
     t = low_rank.applied(x, low13, tokens)
     of, activation = low13.factors, frozen.activation
     operand: BlockScaledTensor | torch.Tensor
-    if inside.adds_inside(read, frozen.w13, of) and fuses(frozen.w13, activation, how[0]):
+    if inside.adds_inside(read, frozen.w13, low13) and fuses(frozen.w13, activation, how[0]):
         assert isinstance(read, BlockScaledTensor)
         hidden, operand = inside.swiglu(read, frozen.w13, frozen.bias13, offs, t, of.b[0], of.scaling, activation)
     else:
@@ -228,6 +230,14 @@ class LoraExperts(AdaptedModule):
         if adapter_ids is None:
             (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
             low = self._both_low_rank(offs, self._active_names(), by_pairs=False)
+        elif top_k_index.numel() <= _FEW_SLOTS and not self._is_trained(x, top_k_weights, shared):
+            self._num_pairs()
+            self._check_adapter_ids(top_k_index, adapter_ids)
+            (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
+            low13, low2 = self._both_low_rank(offs, self.adapters, by_pairs=False)
+            assert low13 is not None
+            assert low2 is not None
+            low = (low13.looked_up(adapter_ids, tokens), low2.looked_up(adapter_ids, tokens))
         else:
             pairs_of_slots = self._pairs(top_k_index, adapter_ids)
             (pairs, tokens, inverse), read = routed(x, pairs_of_slots, self._num_pairs(), frozen)
@@ -344,8 +354,17 @@ class LoraExperts(AdaptedModule):
             )
         return pairs
 
+    def _is_trained(self, *given: torch.Tensor | None) -> bool:
+        """Whether autograd follows a call, or dropout changes what A reads."""
+        return (self.training and self.dropout > 0.0) or has_backward(*given, *self.parameters())
+
     def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
         """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""
+        self._check_adapter_ids(ids, adapter_ids)
+        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self._all_experts, len(self.adapters))
+        return pairs
+
+    def _check_adapter_ids(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> None:
         if (
             not isinstance(adapter_ids, torch.Tensor)
             or adapter_ids.dtype not in (torch.int32, torch.int64)
@@ -355,8 +374,6 @@ class LoraExperts(AdaptedModule):
             raise ValueError(
                 f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
             )
-        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self._all_experts, len(self.adapters))
-        return pairs
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"

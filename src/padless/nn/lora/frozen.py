@@ -50,7 +50,7 @@ def adapted_product(
     """
     codes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # what a product that adds low's reads
     y = None  # else the product
-    if low is not None and inside.adds_inside(operand, weights, low.factors):
+    if low is not None and inside.adds_inside(operand, weights, low):
         assert isinstance(operand, BlockScaledTensor)
         codes = (operand.data.view(torch.uint8), operand.scale)
     else:
@@ -75,11 +75,11 @@ def added_product(
 ) -> torch.Tensor:  # fmt: skip
     """`adapted_product` of rows of which A makes t (M, `width_of` (r)), outside of autograd."""
     of = low.factors
-    if inside.adds_inside(operand, weights, of):
+    if inside.adds_inside(operand, weights, low):
         assert isinstance(operand, BlockScaledTensor)
         return inside.product(operand, weights, bias, offs, t, of.b[0], of.scaling)
     y = Projection(weights, bias, None).product(operand, offs)
-    out: torch.Tensor = call("low_rank_up", t, list(of.b), low.offs, of.per_expert, of.scaling, y)
+    out: torch.Tensor = call("low_rank_up", t, list(of.b), low.offs, of.per_expert, of.scaling, y, *low.chosen)
     return out
 
 
@@ -91,12 +91,12 @@ def activated_product(
     """`activated` of what `added_product` gives; how: the format of rows, and NVFP4's global scale of them."""
     of, (format, _) = low.factors, how
     in_one_pass = format in (None, FP8_BLOCK) and activates_up(activation, of.b)
-    if not in_one_pass or inside.adds_inside(operand, weights, of):
+    if not in_one_pass or inside.adds_inside(operand, weights, low):
         return activated(added_product(operand, weights, bias, offs, t, low), activation, *how)
     y, a = Projection(weights, bias, None).product(operand, offs), activation
     name = "BF16" if format is None else format.name
     of_activation = (a.kind, a.gate_up, a.alpha, a.limit, a.up_offset, name)
-    given = (list(of.b), low.offs, of.per_expert, of.scaling, y, *of_activation)
+    given = (list(of.b), low.offs, of.per_expert, of.scaling, y, *of_activation, *low.chosen)
     hidden, codes, scale = call("low_rank_up_activated", t, *given)
     if format is None:
         return hidden, hidden

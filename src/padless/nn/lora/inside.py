@@ -18,7 +18,7 @@ from padless.moe import ops
 from padless.moe.activation import Activation
 from padless.moe.fused import epilogue_of, gate_rule_of
 from padless.nn.calls import call
-from padless.nn.lora.low_rank import Factors
+from padless.nn.lora.low_rank import LowRank
 from padless.ops.epilogue_run import with_outputs
 from padless.ops.grouped_gemm_low_rank import grouped_gemm_low_rank, takes_low_rank
 from padless.runtime.choices import GateUp
@@ -29,10 +29,11 @@ _ARGUMENTS = (
 )
 
 
-def adds_inside(operand: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, factors: Factors) -> bool:
-    """Whether the product of these operands adds what these factors do."""
+def adds_inside(operand: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, low: LowRank) -> bool:
+    """Whether the product of these operands adds what low does."""
     is_fp8 = isinstance(operand, BlockScaledTensor) and operand.format == FP8_BLOCK
-    return is_fp8 and factors.per_expert == 1 and takes_low_rank(weights, factors.a[0].shape[1])
+    is_one = low.factors.per_expert == 1 and low.adapter_ids is None
+    return is_fp8 and is_one and takes_low_rank(weights, low.factors.a[0].shape[1])
 
 
 def product(

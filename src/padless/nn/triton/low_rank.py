@@ -31,22 +31,24 @@ _PROGRAMS = 512
 _FEW_ROWS = 1024
 _COLUMNS = 128
 _LARGE = tl.constexpr(2**31 - 1)
+# Adapters of tokens and the token of each row, as `padless.nn.lora.low_rank.LowRank` has them.
+Chosen = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def low_rank_down(
     rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int,
-    tokens: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None, chosen: Chosen = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
     _, rank, columns = factors[0].shape
     m = rows.shape[0] if tokens is None else tokens.shape[0]
     t = torch.empty((m, width), dtype=torch.bfloat16, device=rows.device)
     block_r = max(16, triton.next_power_of_2(width))
-    tile = _down_tile(m, offs.shape[0], block_r)
+    tile = _down_tile(m, offs.shape[0], block_r, chosen)
     begins = _programmatic(m, offs.device, is_behind_product=tokens is None)
     for given, counts, options in _launches(factors, offs, per_expert, scaling, tile.rows):
         launch(_down, ceil_div(m, tile.rows))(
-            rows, tokens, t, offs, *given, m, rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
+            rows, tokens, t, offs, *chosen, *given, m, rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
             BLOCK_R=block_r, BLOCK_K=tile.columns, STAGES=tile.stages, num_warps=tile.num_warps, **options, **begins,
         )  # fmt: skip
     return t
@@ -54,7 +56,7 @@ def low_rank_down(
 
 def low_rank_up(
     t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
-    added: torch.Tensor | None,
+    added: torch.Tensor | None, chosen: Chosen = (None, None),
 ) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.low_rank.up`, of contiguous t and added; neither M nor N is 0."""
     _, columns, rank = factors[0].shape
@@ -62,11 +64,11 @@ def low_rank_up(
     block_r = max(16, triton.next_power_of_2(rank))
     block_n = min(_COLUMNS, 8192 // block_r)
     blocks = ceil_div(columns, block_n)
-    tile = _up_tile(t.shape[0], blocks, offs.shape[0])
+    tile = _up_tile(t.shape[0], blocks, offs.shape[0], chosen)
     begins = _programmatic(t.shape[0], offs.device, is_behind_product=True)
     for given, counts, options in _launches(factors, offs, per_expert, scaling, tile.rows):
         launch(_up, ceil_div(t.shape[0], tile.rows) * blocks)(
-            t, out, offs, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
+            t, out, offs, *chosen, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
             BLOCK_R=block_r, BLOCK_N=block_n, num_warps=tile.num_warps, **options, **begins,
         )  # fmt: skip
         added = out
@@ -75,7 +77,7 @@ def low_rank_up(
 
 def low_rank_up_activated(
     t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
-    added: torch.Tensor, activation: Activation, is_quantized: bool,
+    added: torch.Tensor, activation: Activation, is_quantized: bool, chosen: Chosen = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """`padless.nn.lora.low_rank.up_activated` of contiguous t and added, neither M nor N 0, and of factors that
     `activates_up`: values, and codes as bytes and scales in FP8_BLOCK or None.
@@ -88,10 +90,10 @@ def low_rank_up_activated(
         scale = empty_mn_major(rows, ceil_div(columns, _COLUMNS), t.device)
     rank = factors[0].shape[2]
     blocks = ceil_div(columns, _COLUMNS)
-    tile = _up_tile(rows, blocks, offs.shape[0])
+    tile = _up_tile(rows, blocks, offs.shape[0], chosen)
     ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, tile.rows)
     launch(_up_activated, ceil_div(rows, tile.rows) * blocks)(
-        t, added, values, codes, scale, offs, *given, rows, columns, blocks, *counts,
+        t, added, values, codes, scale, offs, *chosen, *given, rows, columns, blocks, *counts,
         0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
         KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
         RANK=rank, WIDTH=t.shape[1], BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=_COLUMNS,
@@ -146,13 +148,13 @@ class _Tile(NamedTuple):
     stages: int = 4
 
 
-def _down_tile(rows: int, groups: int, block_r: int) -> _Tile:
-    live = _live_rows(rows, 1, groups)
+def _down_tile(rows: int, groups: int, block_r: int, chosen: Chosen) -> _Tile:
+    live = 1 if chosen[0] is not None else _live_rows(rows, 1, groups)
     return _Tile(live, min(_COLUMNS, 8192 // block_r), 2 if block_r == 16 else 4)
 
 
-def _up_tile(rows: int, blocks: int, groups: int) -> _Tile:
-    live = _live_rows(rows, blocks, groups)
+def _up_tile(rows: int, blocks: int, groups: int, chosen: Chosen) -> _Tile:
+    live = 1 if chosen[0] is not None else _live_rows(rows, blocks, groups)
     return _Tile(live, _COLUMNS, 8 if live == _ROWS else 4)
 
 
@@ -185,6 +187,13 @@ def _pairs(
 def _group_of(ends, row):
     """The group of a row and its end; behind the last one the number of groups and a large number."""
     return tl.sum((ends <= row).to(tl.int32)), tl.min(tl.where(ends > row, ends, _LARGE))
+
+
+@triton.jit
+def _adapter_of(chosen_ptr, row_tokens_ptr, row, group, per_expert):
+    if chosen_ptr is None:
+        return group % per_expert
+    return tl.load(chosen_ptr + tl.load(row_tokens_ptr + row))
 
 
 @triton.jit
@@ -228,6 +237,8 @@ def _down(
     tokens_ptr,  # (M,) int32, the row of each row of t; None for its own
     t_ptr,  # (M, WIDTH) bfloat16
     offs_ptr,  # (num_groups,) int32, ends of the groups
+    chosen_ptr,  # (T,) int32 or int64, the adapter of each token; None: groups say it. With it LIVE is 1
+    row_tokens_ptr,  # (M,) int32, the token of each row, with chosen
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, RANK, K), strides (expert_stride, rank_stride, k_stride)
     M,
     row_stride,
@@ -269,7 +280,7 @@ def _down(
     while covered < end_of_rows:
         group, end = _group_of(ends, covered)
         end = tl.minimum(end, end_of_rows)
-        adapter = group % per_expert - first_factor
+        adapter = _adapter_of(chosen_ptr, row_tokens_ptr, covered, group, per_expert) - first_factor
         if (group < num_groups) & (adapter >= 0) & (adapter < num_factors):
             of_expert = (group // per_expert).to(tl.int64) * expert_stride
             factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
@@ -296,6 +307,8 @@ def _up(
     t_ptr,  # (M, WIDTH) bfloat16
     out_ptr,  # (M, N) bfloat16
     offs_ptr,  # (num_groups,) int32, ends of the groups
+    chosen_ptr,  # (T,) int32 or int64, the adapter of each token; None: groups say it. With it LIVE is 1
+    row_tokens_ptr,  # (M,) int32, the token of each row, with chosen
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, N, RANK), strides (expert_stride, n_stride, rank_stride)
     added_ptr,  # (M, N) bfloat16, which may be out; None for zeros
     M,
@@ -342,7 +355,7 @@ def _up(
         inside = mine & (n < N)[None, :]
         if added_ptr is not None:
             added = tl.load(added_ptr + place, mask=inside, other=0.0)
-        adapter = group % per_expert - first_factor
+        adapter = _adapter_of(chosen_ptr, row_tokens_ptr, covered, group, per_expert) - first_factor
         has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
         of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
         factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
@@ -381,6 +394,8 @@ def _up_activated(
     codes_ptr,  # (M, I) uint8, None for values alone
     scale_ptr,  # (M, blocks) float32, strides (1, scale_ld)
     offs_ptr,  # (num_groups,) int32, ends of the groups
+    chosen_ptr,  # (T,) int32 or int64, the adapter of each token; None: groups say it. With it LIVE is 1
+    row_tokens_ptr,  # (M,) int32, the token of each row, with chosen
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, 2 I, RANK), strides (expert_stride, n_stride, rank_stride)
     M,
     I,  # noqa: E741
@@ -436,7 +451,7 @@ def _up_activated(
         end = tl.minimum(end, end_of_rows)
         is_mine = (row >= covered) & (row < end)
         mine = is_mine[:, None]
-        adapter = group % per_expert - first_factor
+        adapter = _adapter_of(chosen_ptr, row_tokens_ptr, covered, group, per_expert) - first_factor
         has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
         of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
         factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED) + j[:, None] * rank_stride
