@@ -152,6 +152,23 @@ def test_other_weights_and_rows_are_not_taken() -> None:
         assert not taken(rows, layer.w13)
 
 
+@pytest.mark.kernels
+def test_factors_lie_anywhere() -> None:
+    """Transposed, in float32 and at an odd address, as the gradient's factor and slices of a file are."""
+    layer = draw_layer(PAIR, h=128, i=64, experts=2, tokens=9)
+    layer.ids.remainder_(2)
+    offs, tokens, inverse = route(layer.ids, 2)
+    rows = gather_quantize(layer.x, inverse, FP8_BLOCK, tokens=tokens)
+    g = torch.Generator().manual_seed(5)
+    t, factor = torch.randn(len(tokens), 16, generator=g).bfloat16(), torch.randn(2, 128, 16, generator=g).bfloat16()
+    odd = torch.empty(factor.numel() + 1, dtype=torch.bfloat16)[1:].view(factor.shape).copy_(factor)
+    assert odd.data_ptr() % 16 != 0
+    with backend_on_cpu("emulator"):
+        want = inside.product(rows, layer.w13, None, offs, t, factor, 2.0)
+        for other in (odd, factor.float(), factor.mT.contiguous().mT):
+            assert torch.equal(inside.product(rows, layer.w13, None, offs, t, other, 2.0), want)
+
+
 @pytest.mark.slow
 @pytest.mark.kernels
 @pytest.mark.parametrize("rank", [16, 40])

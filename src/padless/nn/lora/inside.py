@@ -109,6 +109,8 @@ def _computed(
     rows, weights = (ops.unpacked(x, s, None, FP8_BLOCK.name, "plain") for x, s in ((a, a_scale), (w, w_scale)))
     given = EpilogueTensors(bias=None if bias is None else bias.detach().to(torch.float32).contiguous())
     tensors = with_outputs(epilogue, given, a.shape[0], w.shape[1], w.shape[0], a.device)
-    low = LowRankProduct(t, factor.detach().to(torch.bfloat16).contiguous(), scaling)
+    factor = factor.detach().to(torch.bfloat16).contiguous()
+    factor = factor.clone() if factor.data_ptr() % 16 != 0 else factor  # as TMA reads it
+    low = LowRankProduct(t.contiguous(), factor, scaling)
     grouped_gemm_low_rank(rows, weights, offs, low, epilogue, tensors)
     return tensors
