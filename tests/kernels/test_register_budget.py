@@ -27,6 +27,7 @@ from padless.kernels.sm90_fp4_dgrad import host as fp4_dgrad
 from padless.kernels.sm90_fp4_dgrad.config import Fp4DgradConfig
 from padless.kernels.sm90_fp8 import host as sm90_fp8
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.kernels.sm90_fp8.host_quant import LowRankConfig
 from padless.kernels.sm90_fp8_wgrad import host as wgrad
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
@@ -54,7 +55,8 @@ def bf16_configs() -> list[sm90_bf16.Sm90Bf16Config]:
 FEW = Sm90Fp8Config(block_m=16, few_rows=True)
 CONFIGS = {
     sm90_fp8.KERNEL: [Sm90Fp8Config(block_m=m, block_n=n) for m, n in ((64, 64), (128, 128), (128, 192), (256, 128))]
-    + [QuantConfig(Sm90Fp8Config(block_m=m), QUANT) for m in (64, 128, 256)],
+    + [QuantConfig(Sm90Fp8Config(block_m=m), QUANT) for m in (64, 128, 256)]
+    + [LowRankConfig(Sm90Fp8Config(block_m=m), QUANT, 1) for m in (64, 128, 256)],
     FEW.source: [FEW, QuantConfig(FEW, QUANT)],
     sm90_mxfp8.KERNEL: [Sm90Mxfp8Config(block_m=m) for m in (64, 128)]
     + [QuantConfig(Sm90Mxfp8Config(block_m=m), QUANT) for m in (64, 128)],

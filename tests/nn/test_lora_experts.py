@@ -12,111 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from padless import FP8_BLOCK, MXFP4, NVFP4, dequantize
+from padless import FP8_BLOCK, MXFP4, NVFP4
 from padless.moe import Activation, moe
 from padless.moe.ops import packed
-from padless.nn.lora import LoraExperts, frozen, tokens
-from support.moe_layer_problem import PAIRS, Layer, draw_layer, exact_activation, pair_name
-from support.training_layer import sqnr, worst_row
-
-GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-OPTIONS = ("gate_up", "alpha", "limit", "up_offset")
-BF16_PAIR = (MXFP4, torch.bfloat16)
-# Rows are rounded to e4m3, e2m1 or bfloat16, each with its own error; limits are the formats', not the layer's.
-LEAST_DB = {"FP8_BLOCK": 21.0, "MXFP8": 21.0, "NVFP4": 9.0, "MXFP4": 9.0, "BF16": 36.0}
-
-
-def least_db(pair: Any) -> float:
-    fmt, activations = pair
-    if activations is torch.bfloat16:
-        return LEAST_DB["BF16"]
-    name = activations.name if activations is not None else {"MXFP4": "FP8_BLOCK"}.get(fmt.name, fmt.name)
-    return LEAST_DB[name]
-
-
-def module(layer: Layer, *, train_biases: bool = False, **options: Any) -> LoraExperts:
-    """Adapters whose B is random, not zero."""
-    o = layer.options
-    activation = Activation(o.get("activation", "swiglu"), **{k: o[k] for k in OPTIONS if k in o})
-    biases = {k: o.get(k) for k in ("bias13", "bias2")}
-    if train_biases:
-        biases = {k: nn.Parameter(b.float()) for k, b in biases.items()}
-    found = LoraExperts(layer.w13, layer.w2, activation=activation, activations=o["activations"], **(biases | options))
-    g = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name in found.adapters:
-            for a, b in ((found.a13, found.b13), (found.a2, found.b2)):
-                a[name].copy_(torch.randn(a[name].shape, generator=g) / a[name].shape[2] ** 0.5)
-                b[name].copy_(torch.randn(b[name].shape, generator=g) / b[name].shape[2] ** 0.5 / found.scaling)
-    return found
-
-
-def truth(
-    layer: Layer, m: LoraExperts, dout: torch.Tensor, adapter_ids: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
-    """Result and gradients by autograd in float64, an expert and an adapter at a time."""
-    p = {name: t.detach().double().requires_grad_() for name, t in m.named_parameters()}
-    x, weights = layer.x.double().requires_grad_(), layer.weights.double().requires_grad_()
-    w13, w2 = dequantize(layer.w13).double(), dequantize(layer.w2).double()
-    biases = [
-        None if b is None else p.get(n, b.detach().double()) for n, b in (("bias13", m.bias13), ("bias2", m.bias2))
-    ]
-    where = torch.full((len(x),), -1 if m.active is None else m.adapters.index(m.active))
-    where = where if adapter_ids is None else adapter_ids
-    out = torch.zeros_like(x)
-    for e in range(w13.shape[0]):
-        for n, name in [*enumerate(m.adapters), (None, None)]:
-            has = (where == n) if n is not None else ~((where >= 0) & (where < len(m.adapters)))
-            token, slot = torch.nonzero((layer.ids == e) & has[:, None], as_tuple=True)
-
-            def projected(
-                rows: torch.Tensor, w: torch.Tensor, bias: Any, place: str, e: int = e, name: Any = name
-            ) -> Any:
-                y = rows @ w[e].t() if bias is None else rows @ w[e].t() + bias[e]
-                if name is None:
-                    return y
-                return y + rows @ p[f"a{place}.{name}"][e].t() @ p[f"b{place}.{name}"][e].t() * m.scaling
-
-            hidden = exact_activation(projected(x[token], w13, biases[0], "13"), layer.options)
-            y = projected(hidden, w2, biases[1], "2")
-            out = out.index_add(0, token, weights[token, slot][:, None] * y)
-    out.backward(dout.double())
-    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    return found | {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in p.items()}
-
-
-def run(
-    layer: Layer, m: LoraExperts, dout: torch.Tensor, adapter_ids: torch.Tensor | None, again: bool = False
-) -> dict[str, torch.Tensor]:
-    m.zero_grad()
-    x, weights = layer.x.clone().requires_grad_(), layer.weights.clone().requires_grad_()
-    if again:
-        out = checkpoint(m, x, layer.ids, weights, adapter_ids=adapter_ids, use_reentrant=False)
-    else:
-        out = m(x, layer.ids, weights, adapter_ids=adapter_ids)
-    out.backward(dout.to(out))
-    found = {"out": out.detach(), "x": x.grad, "weights": weights.grad}
-    return found | {
-        n.removeprefix("_orig_mod."): torch.zeros_like(t) if t.grad is None else t.grad for n, t in m.named_parameters()
-    }
-
-
-def dout_of(layer: Layer) -> torch.Tensor:
-    return torch.randn(layer.x.shape, generator=torch.Generator().manual_seed(7)).bfloat16()
-
-
-def check(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], least: float) -> None:
-    assert got.keys() == want.keys()
-    for name, t in want.items():
-        if not bool(t.any()):
-            assert not bool(got[name].any()), name
-        else:
-            assert sqnr(got[name], t) >= least, (name, sqnr(got[name], t))
-    assert worst_row(got["x"], want["x"]) <= 4 * 10 ** (-least / 20), worst_row(got["x"], want["x"])
+from padless.nn.lora import experts, frozen, tokens
+from support.lora_layer import BF16_PAIR, GPT_OSS, LEAST_DB, check, dout_of, least_db, module, run, truth
+from support.moe_layer_problem import PAIRS, draw_layer, exact_activation, pair_name
+from support.training_layer import sqnr
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
@@ -162,6 +66,11 @@ def test_adapters_by_token(pair: Any) -> None:
     got = run(layer, m, dout, ids)
     check(got, truth(layer, m, dout, ids), least_db(pair))
     assert all(torch.equal(t, got[n]) for n, t in run(layer, m, dout, ids, again=True).items())
+    with torch.no_grad():
+        for slots in (0, 1024):  # by groups of pairs, and looked up by each row
+            with mock.patch.object(experts, "_FEW_SLOTS", slots):
+                for given in (ids, ids.int()):
+                    assert torch.equal(m(layer.x, layer.ids, layer.weights, adapter_ids=given), got["out"])
     base = layer.run(moe)
     none = (ids < 0) | (ids >= 3)
     assert torch.equal(got["out"][none], base[none])
@@ -223,8 +132,15 @@ def test_the_operators_of_low_rank_products() -> None:
     ops, ids = torch.ops.padless, torch.tensor([[0, 3], [1, -1]])
     torch.library.opcheck(ops.adapter_pairs, (ids, torch.tensor([1, -1]), 3, 2), test_utils=utils)
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5), test_utils=utils)
+    tokens = torch.tensor([3, 1, 8], dtype=torch.int32)
+    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5, tokens), test_utils=utils)
+    chosen = (torch.tensor([0, -1]), torch.tensor([0, 1] * 4 + [0], dtype=torch.int32))
+    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs[:2], 1, 0.5, None, *chosen), test_utils=utils)
     for added in (None, torch.randn((9, 48), generator=g).bfloat16()):
         torch.library.opcheck(ops.low_rank_up, (t, [back], offs, 2, 0.5, added), test_utils=utils)
+    for format in ("BF16", "FP8_BLOCK"):
+        given = (t, [back], offs, 2, 0.5, added, "swiglu", "alternating", 1.7, 7.0, 1.0, format)
+        torch.library.opcheck(ops.low_rank_up_activated, given, test_utils=utils)
 
 
 class Largest(TorchDispatchMode):
@@ -279,7 +195,7 @@ def test_planted_faults_are_seen() -> None:
     want = truth(layer, m, dout, ids)
     check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
     right = frozen.input_gradient
-    off_by_a_row = lambda dy, w, offs: right(dy, w, (offs - 1).clamp(min=0))  # noqa: E731
+    off_by_a_row = lambda dy, w, offs, *others: right(dy, w, (offs - 1).clamp(min=0), *others)  # noqa: E731
     with mock.patch.object(frozen, "input_gradient", off_by_a_row), pytest.raises(AssertionError):
         check(run(layer, m, dout, ids), want, LEAST_DB["BF16"])
     with pytest.raises(AssertionError):
@@ -304,13 +220,15 @@ def test_random_problems(seed: int) -> None:
     check(run(layer, m, dout, chosen), truth(layer, m, dout, chosen), least_db(pair))
 
 
+@pytest.mark.parametrize("chosen", [True, False], ids=["by token", "one for all"])
 @pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)
-def test_compiled_whole(pair: Any) -> None:
+def test_compiled_whole(pair: Any, chosen: bool) -> None:
     """One graph, forward and backward, with the bits of the eager call."""
     layer = draw_layer(pair, bias=True)
     m, dout = module(layer, adapters=("one", "two"), train_biases=True), dout_of(layer)
-    ids = torch.arange(len(layer.x)) % 3 - 1
+    ids = torch.arange(len(layer.x)) % 3 - 1 if chosen else None
     want = run(layer, m, dout, ids)
+    torch._dynamo.reset()
     got = run(layer, torch.compile(m, backend="aot_eager", fullgraph=True), dout, ids)
     assert all(torch.equal(got[name], t) for name, t in want.items())
 

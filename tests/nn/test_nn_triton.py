@@ -40,7 +40,7 @@ def test_on_the_gpu(name: str) -> None:
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
-    from padless.moe.triton import slots
+    from padless.moe.triton import quantize_rows, slots
     from padless.nn.triton import activation, dequantize, low_rank, rows, swiglu
     from padless.quantization.triton import casts
 
@@ -54,6 +54,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (dequantize, "_dequantize"),
         (low_rank, "_down"),
         (low_rank, "_up"),
+        (low_rank, "_up_activated"),
+        (quantize_rows, "_quantize_rows"),
         (low_rank, "_pairs"),
         (slots, "_slots_to_rows"),
         (slots, "_rows_to_slots"),

@@ -326,8 +326,11 @@ def assert_activated(
         for layout in layouts_of(name):
             given, rule = given_scale(name), rules(name)[0]
             want = quantize(values, getattr(formats, name), scale_layout=layout, global_scale=given)
-            how = {"activation": a, "row_weights": row_weights}
+            written = torch.full(values.shape, 7.0, dtype=torch.bfloat16, device=device)
+            how = {"activation": a, "row_weights": row_weights, "values": written if layout == "plain" else None}
             assert_same(quantized(x.to(device), name, rule, layout, given=given, **how), want)
+            if layout == "plain":
+                same_values(written, twins.activated(x, a, row_weights, in_bfloat16=True))
 
 
 @case

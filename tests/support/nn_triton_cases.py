@@ -262,10 +262,95 @@ def low_rank_products(device: str) -> None:
             assert_bits(f"{name}: behind the groups", out[row:], added[row:])
 
 
+@case
+def activated_sums(device: str) -> None:
+    """The activation of what is added, in every arrangement, in bfloat16 and FP8_BLOCK: the bits of two passes."""
+    from padless import FP8_BLOCK
+    from padless.moe import Activation
+    from padless.moe.triton.quantize_rows import quantize_rows
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(9)
+    of_gpt_oss = {"alpha": 1.702, "limit": 2.0, "up_offset": 1.0}
+    for activation, rank, count, sizes, columns in (
+        (Activation("swiglu"), 16, 1, (0, 1, 40, 0), 200),
+        (Activation("swiglu", "alternating", **of_gpt_oss), 5, 2, (5, 0, 3, 0, 0, 9), 128),
+        (Activation("geglu", "interleaved"), 20, 1, (3, 2), 96),
+    ):
+        per_expert = count + (len(sizes) % (count + 1) == 0)
+        offs, m = offs_of(sizes, "cpu"), sum(sizes) + 3
+        experts = len(sizes) // per_expert
+        b = [torch.randn(experts, 2 * columns, rank, generator=g).bfloat16() for _ in range(count)]
+        assert low_rank.activates_up(activation, b)
+        t = torch.randn(m, low_rank.width_of(rank), generator=g).bfloat16()
+        added = torch.randn(m, 2 * columns, generator=g).bfloat16()
+        there = (t.to(device), [f.to(device) for f in b], offs.to(device), per_expert, 0.5, added.to(device))
+        with poisoned_memory():
+            h = kernels.low_rank_up(*there)
+            want = quantize_rows(h, FP8_BLOCK, activation=activation)
+            want_values, _ = quantize_rows(h, None, activation=activation)
+            values, codes, scale = kernels.low_rank_up_activated(*there, activation, True)
+            alone, nothing, _ = kernels.low_rank_up_activated(*there, activation, False)
+        assert nothing is None
+        assert_bits("values", values, want_values.cpu())
+        assert_bits("values without codes", alone, want_values.cpu())
+        assert_bits("codes", codes, want[0].view(torch.uint8).cpu())
+        assert_bits("scales", scale, want[1].cpu())
+        ld = scale.stride(1)
+        padding = scale.as_strided((ld, scale.shape[1]), (1, ld))[m:]
+        assert not bool(padding.any())
+
+
+@case
+def adapters_of_tokens(device: str) -> None:
+    """Rows that look their adapters up have the bits of rows in groups of (expert, adapter)."""
+    from padless.moe import Activation
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    g = torch.Generator().manual_seed(11)
+    tokens, top_k, experts, count, k, columns, rank = 9, 2, 3, 2, 136, 128, 16
+    ids = torch.randint(0, experts, (tokens, top_k), generator=g)
+    chosen = torch.tensor([-1, 0, 1, 2, 1, 0, 7, -9, 1])
+    a = [torch.randn(experts, rank, k, generator=g).bfloat16().to(device) for _ in range(count)]
+    b = [torch.randn(experts, 2 * columns, rank, generator=g).bfloat16().to(device) for _ in range(count)]
+    x = torch.randn(tokens, k, generator=g).bfloat16().to(device)
+    added = torch.randn(tokens, top_k, 2 * columns, generator=g).bfloat16()  # by slot
+    activation = Activation("swiglu")
+    found = {}
+    for name, of_slots, groups in (
+        ("pairs", low_rank.adapter_pairs(ids, chosen, experts, count), experts * (count + 1)),
+        ("looked up", ids, experts),
+    ):
+        order = of_slots.flatten().sort(stable=True).indices
+        offs = torch.bincount(of_slots.flatten(), minlength=groups).cumsum(0).int().to(device)
+        of_rows = (order // top_k).int().to(device)
+        by_token = (None, None) if name == "pairs" else (chosen.to(device), of_rows)
+        given = (offs, count + 1 if name == "pairs" else 1)
+        with poisoned_memory():
+            t = kernels.low_rank_down(x, a, *given, 1.0, 16, of_rows, by_token)
+            has = ((chosen >= 0) & (chosen < count))[order // top_k]
+            t_known = torch.where(has[:, None].to(device), t, torch.zeros_like(t))
+            y = added.flatten(0, 1)[order].to(device)
+            h = kernels.low_rank_up(t, b, *given, 0.5, y, by_token)
+            all_of = kernels.low_rank_up_activated(t, b, *given, 0.5, y, activation, True, by_token)
+        back = order.argsort()
+        found[name] = [r.cpu()[back].contiguous() for r in (t_known, h, *all_of)]
+    for got, want in zip(found["looked up"], found["pairs"], strict=True):
+        assert_bits("looked up", got, want)
+
+
 def both(down: Any, up: Any, given: list[torch.Tensor], a: Any, b: Any, per_expert: int) -> tuple[torch.Tensor, ...]:
     """The rows between both products, the result, and that of five rows of the last groups by themselves."""
     rows, offs, added = given
     t = down(rows, a, offs, per_expert, 1.0)
+    order = torch.arange(rows.shape[0] - 1, -1, -1, dtype=torch.int32, device=rows.device)
+    by_token = down(rows[order.long()], a, offs, per_expert, 1.0, tokens=order)
+    row, count = torch.arange(rows.shape[0], device=rows.device), len(a)
+    groups = torch.searchsorted(offs.long(), row, right=True)
+    computed = (groups < len(offs)) & (groups % per_expert < count)
+    assert_bits("rows of tokens", by_token[computed], t[computed].cpu())
     few = (offs - (int(offs[-1]) - 5)).clamp(min=0)
     part = slice(int(offs[-1]) - 5, int(offs[-1]))
     t_few = down(rows[part], a, few, per_expert, 1.0)

@@ -338,8 +338,14 @@ BUGS: dict[str, tuple[str, Any, str, Bug]] = {
     "an adapter without the gradient of its rows": (
         "nn.LoraGroupedLinear",
         lora_frozen,
-        "gradients",
-        lambda right: lambda *given: (given[-1], right(*given)[1]),
+        "call",
+        lambda right: (
+            lambda name, *given: (
+                given[5]  # the one sum that is not scaled
+                if name == "low_rank_up" and given[4] == 1.0
+                else right(name, *(given[:7] if name == "frozen_input_gradient" else given))
+            )
+        ),
     ),
     "frozen weights that pass on no gradient": (
         "nn.LoraGroupedLinear",

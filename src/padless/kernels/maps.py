@@ -37,14 +37,14 @@ def rows_operand(a: torch.Tensor, num_groups: int | None = None) -> TensorMapSpe
 
 
 def interleaved_operand(weight: torch.Tensor, tile_rows: int) -> TensorMapSpec:
-    """Weights (G, N, K) of one-byte elements, N a multiple of 4, as a map that counts rows in fours: K, 4, N / 4, G.
+    """Weights (G, N, K), N a multiple of 4, as a map that counts rows in fours: K, 4, N / 4, G.
 
     A copy moves half of ``tile_rows`` rows of 128 bytes, two of every four (see kernels/device/sm90/wgmma_fragment.cuh).
     """
     rows = tile_rows // 2
     plain = operand(weight, rows)
     (k, n, groups), (row, group) = plain.dims, plain.strides
-    dims, strides, box = (k, 4, n // 4, groups), (row, 4 * row, group), (128, 2, rows // 2, 1)
+    dims, strides, box = (k, 4, n // 4, groups), (row, 4 * row, group), (plain.box[0], 2, rows // 2, 1)
     return replace(plain, dims=dims, strides=strides, box=box)
 
 

@@ -252,6 +252,32 @@ def _activate_quantize(
     return _quantized_by_twin(values, fmt, scale_rule, scale_layout, global_scale, offs)
 
 
+def _activate_and_quantize_fake(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    data, scale = _activate_quantize_fake(x, *others)
+    return x.new_empty((x.shape[0], Activation(*others[:5]).out_columns(x.shape[1])), dtype=torch.bfloat16), data, scale
+
+
+@operator(
+    "activate_and_quantize",
+    "(Tensor x, str kind, str gate_up, float alpha, float? limit, float up_offset, str format, str scale_rule, "
+    "str scale_layout, Tensor? global_scale, Tensor? offs) -> (Tensor, Tensor, Tensor)",
+    _activate_and_quantize_fake,
+)
+def _activate_and_quantize(
+    x: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
+    format: str, scale_rule: str, scale_layout: str, global_scale: torch.Tensor | None, offs: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The activation in bfloat16, and what `activate_quantize` makes of the same values, in one pass."""
+    activation, fmt = Activation(kind, gate_up, alpha, limit, up_offset), FORMAT_BY_NAME[format]
+    if runs_triton(x):
+        values = torch.empty((x.shape[0], activation.out_columns(x.shape[1])), dtype=torch.bfloat16, device=x.device)
+        how = {"activation": activation, "values": values}
+        return values, *_quantized(x, fmt, scale_rule, scale_layout, global_scale, offs, **how)
+    exact = twins.activated(x, activation, in_bfloat16=False)
+    quantized = _quantized_by_twin(exact, fmt, scale_rule, scale_layout, global_scale, offs)
+    return exact.to(torch.bfloat16), *quantized
+
+
 # --- combine ---------------------------------------------------------------------------------------------
 
 

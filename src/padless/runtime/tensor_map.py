@@ -46,11 +46,11 @@ class TensorMapSpec:
 
 
 def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
-    """A K-major operand, (rows, K) or (G, rows, K) of one-byte elements, read in boxes of ``block_rows`` x 128 bytes."""
-    data_type, _ = DATA_TYPES[tensor.dtype]
+    """A K-major operand, (rows, K) or (G, rows, K), read in boxes of ``block_rows`` x 128 bytes."""
+    data_type, size = DATA_TYPES[tensor.dtype]
     dims = tuple(reversed(tensor.shape))
     strides = tuple(outer_stride(tensor, dim) for dim in range(tensor.dim() - 2, -1, -1))
-    box = (128, block_rows) + (1,) * (len(dims) - 2)
+    box = (128 // size, block_rows) + (1,) * (len(dims) - 2)
     return TensorMapSpec(data_type, tensor.data_ptr(), dims, strides, box, SWIZZLE_128B)
 
 

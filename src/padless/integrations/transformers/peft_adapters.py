@@ -15,8 +15,8 @@ import torch
 from padless.integrations.transformers.experts import NAME, fused_activation
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, first_projection, is_quantized, label
 from padless.moe.activation import Activation
-from padless.moe.routing import check_ids, route
-from padless.nn.lora.experts import Frozen, adapted_experts
+from padless.moe.routing import check_ids
+from padless.nn.lora.experts import Frozen, adapted_experts, routed
 from padless.nn.lora.low_rank import Factors, LowRank
 
 
@@ -141,18 +141,18 @@ def _adapted(
     how, weights = fused_activation(module), expert_weights(module)
     assert how is not None, "the wrapper refuses it"
     check_ids(top_k_index, weights.w13.data.shape[0])
-    routing = route(top_k_index, weights.w13.data.shape[0])
+    frozen = Frozen(
+        weights.w13, weights.w2, weights.bias13, weights.bias2, Activation(**how), weights.activation_format
+    )
+    (offs, tokens, inverse), read = routed(hidden_states, top_k_index, weights.w13.data.shape[0], frozen)
 
     def low_rank(side: str) -> LowRank | None:
         if side not in factors:
             return None
         a, b = factors[side]
-        return LowRank(Factors((a,), (b,), 1, 1.0), routing.offs)
+        return LowRank(Factors((a,), (b,), 1, 1.0), offs)
 
-    frozen = Frozen(
-        weights.w13, weights.w2, weights.bias13, weights.bias2, Activation(**how), weights.activation_format
-    )
     return adapted_experts(
-        hidden_states, (routing.offs, routing.tokens, routing.inverse), top_k_weights, None, frozen,
+        hidden_states, (offs, tokens, inverse), read, top_k_weights, None, frozen,
         low_rank(first_projection(module)), low_rank("down_proj"),
     )  # fmt: skip

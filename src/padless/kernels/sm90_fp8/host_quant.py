@@ -5,12 +5,13 @@ What an epilogue does is in padless.epilogue; the kernel's side of it in kernels
 
 from __future__ import annotations
 
-from dataclasses import replace
+import struct
+from dataclasses import dataclass, replace
 
 import torch
 
 from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels import epilogue_gate, epilogue_launch, maps
 from padless.kernels.config import FEW_GROUPS, MANY_GROUPS
 from padless.kernels.cost_model import Tile, best_tile, cost_table
@@ -21,6 +22,30 @@ from padless.runtime import tensor_map
 from padless.runtime.driver import Argument, Driver
 
 Config = Sm90Fp8Config
+MAX_RANK = 64  # columns of bfloat16 in a stage
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankProduct:
+    """Addends of the sums of a launch: scaling * t @ factor[g].T.
+
+    t: (M, at least r) bfloat16, zeros from column r on. factor: (G, N, r) bfloat16, r a multiple of 8; contiguous.
+    """
+
+    t: torch.Tensor
+    factor: torch.Tensor
+    scaling: float
+
+
+@dataclass(frozen=True)
+class LowRankConfig(epilogue_launch.QuantConfig):
+    """A kernel that adds a low-rank product, in steps of 16 columns."""
+
+    steps: int
+
+    def prelude(self) -> str:
+        """The constants that the kernel source is compiled behind."""
+        return super().prelude() + f"#define LOW_RANK_STEPS {self.steps}\n"
 
 
 def prepare(
@@ -32,8 +57,12 @@ def prepare(
     config: Sm90Fp8Config | None,
     *,
     epilogue: Epilogue,
+    low: LowRankProduct | None = None,
 ) -> Prepared:
     """Packs the launch of a @ b of its group with all that ``epilogue`` does, as ``QuantHost`` has it.
+
+    low: a product that is added to the sums first; it takes no tile with few_rows, whatever M is, so that a row's bits
+        do not depend on it.
 
     config: the tile, None to choose one. It needs block_n = 128, store "ragged" and scales "mn"; block_m of 128 or
         256 for FP8_BLOCK columns; cluster_n = 2 for FP8_BLOCK rows of a SwiGLU. With few_rows: no column outputs, and
@@ -44,13 +73,22 @@ def prepare(
     device = a.data.device.index or 0
     dtype = epilogue.d_dtype or torch.bfloat16
     problem = Problem(m, n, k, num_groups, dtype, driver.num_sms(device))
-    tile = select_tile(problem, epilogue) if config is None else fit_config(config, problem)
+    tile = select_tile(problem, epilogue, low is None) if config is None else fit_config(config, problem)
     check_tile(tile, epilogue)
     a, copies = readable(a, "mn")
     compiled = epilogue_launch.QuantConfig(tile, epilogue)
+    others: list[Argument] = []
+    if low is not None:
+        rank = low.factor.shape[2]
+        if tile.few_rows or rank > MAX_RANK:
+            raise ValueError(f"rank is {rank} and few_rows {tile.few_rows}; at most {MAX_RANK}, and False, are allowed")
+        compiled = LowRankConfig(tile, epilogue, ceil_div(rank, 16))
+        of_factor = maps.interleaved_operand(low.factor, epilogue_launch.interleaved_rows(epilogue))
+        bits = int.from_bytes(struct.pack("<f", low.scaling), "little")
+        others = [*map(driver.encode, (maps.rows_operand(low.t, num_groups), of_factor)), (bits, 4)]
     loaded = load_kernel(driver, tile.source, compiled, device)
     counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
-    used = epilogue_launch.present(tensors)
+    used = epilogue_launch.present(tensors) + ([] if low is None else [low.t, low.factor])
     if tile.few_rows:
         read = few_rows_maps(a, b, tile, INTERLEAVE if epilogue.gate_and_up_apart else None)
         few: list[Argument] = [*map(driver.encode, read), epilogue_launch.direct_outputs(driver, tensors, epilogue, n)]
@@ -64,7 +102,7 @@ def prepare(
         *map(driver.encode, specs),
         epilogue_launch.outputs_argument(driver, tensors, epilogue, n),
     ]
-    return Prepared(packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, used), copies)
+    return Prepared(packed(driver, loaded, a, b, offs, problem, tile, encoded, counter, used, others), copies)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------
@@ -88,13 +126,13 @@ def _stages_fit(problem: Problem, epilogue: Epilogue) -> bool:
     return staged < 2  # 32-row blocks have more column scales to keep
 
 
-def select_tile(problem: Problem, epilogue: Epilogue) -> Sm90Fp8Config:
+def select_tile(problem: Problem, epilogue: Epilogue, takes_few_rows: bool = True) -> Sm90Fp8Config:
     """The tile of least estimated time among those that can do ``epilogue``, or one with few_rows where groups have few.
 
     A SwiGLU's rows of FP8_BLOCK take two CTAs with tokens on rows, and one with tokens on columns. Raises ValueError for
     more groups than leave room for the outputs.
     """
-    if shares_row_blocks(epilogue) and epilogue.column_format is None:
+    if takes_few_rows and shares_row_blocks(epilogue) and epilogue.column_format is None:
         few = few_rows_tile(problem, QUANTIZED_TOKENS)
         if few is not None:
             return replace(few, block_n=256)

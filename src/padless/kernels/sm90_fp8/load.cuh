@@ -60,6 +60,19 @@ __device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem&
                     (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
 }
 
+#if LOW_RANK_STEPS > 0
+// Producer, one thread: fills a stage that is empty with the tile's rows of t and the factor's. 64 columns of bfloat16, zeros from
+// the rank on, are as many bytes as a K block, and have no scales.
+template <bool BY_M64S>
+__device__ __forceinline__ void load_low_rank(SharedStorage& shared, const Problem& problem,
+                                              const TensorMap& map_sfa, const Tile& tile,
+                                              StageLoads<BY_M64S> loads, int stage) {
+    loads.bytes -= loads.sfa_copies * SFA_COPY_FLOATS * 4;
+    loads.sfa_copies = 0;
+    load_stage(shared, problem, *problem.map_t, *problem.map_factor, map_sfa, tile, loads, 0, stage);
+}
+#endif
+
 // Whether the first stages are filled before the roles part: on the way to load_tiles 1500 cycles pass (in a cluster, where
 // the CTAs have to meet first, it makes no difference).
 constexpr bool LOADS_AHEAD = CLUSTER_N == 1 && !SCALES_K_MAJOR;
@@ -121,6 +134,11 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                 }
             }
         }
+#if LOW_RANK_STEPS > 0
+        mbarrier_wait(shared_address(&shared.empty[pipeline.stage]), pipeline.phase ^ 1);
+        load_low_rank(shared, problem, map_sfa, tile, loads, pipeline.stage);
+        pipeline.advance();
+#endif
         ahead = 0;
         reader.release();
         reader.advance();

@@ -23,7 +23,11 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
 // Consumer with no row in this tile: keeps step with the pipeline. A tail of up to 64 rows so costs half the products.
 __device__ __forceinline__ void skip_tile(SharedStorage& shared, const Problem& problem, int lane,
                                           Pipeline<STAGES>& pipeline, Reader& reader) {
+#if LOW_RANK_STEPS > 0
+    for (int kb = 0; kb < problem.k_blocks() + 1; ++kb) {  // t and the factor are behind the last one
+#else
     for (int kb = 0; kb < problem.k_blocks(); ++kb) {
+#endif
         mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();

@@ -28,9 +28,15 @@
 //
 // With EPILOGUE_IS_QUANT the store is the one of device/sm90/quant_store.cuh, which quantises the tile; a GLU epilogue has the
 // gate's and the up projection's columns in the same tile (product_column).
+//
+// With LOW_RANK_STEPS, 16 columns each, and such a store, the tensor core sums t[row] * factor[g]^T of bf16 values behind the last 128 of K, and
+// d = fma(sum, scaling, d): t (M, rank) and factor (G, N, rank), one more stage of the ring.
 
 #ifndef EPILOGUE_IS_QUANT
 #define EPILOGUE_IS_QUANT 0
+#endif
+#ifndef LOW_RANK_STEPS
+#define LOW_RANK_STEPS 0
 #endif
 
 using uint8_t = unsigned char;
@@ -43,6 +49,9 @@ using uint64_t = unsigned long long;
 #include "device/ptx/memory.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/wgmma.cuh"
+#if LOW_RANK_STEPS > 0
+#include "device/ptx/wgmma_m64k16_shared.cuh"
+#endif
 
 // In this order: later ones use earlier ones.
 #include "device/sm90/descriptors.cuh"
@@ -71,6 +80,9 @@ constexpr bool COLUMNS_ARE_INTERLEAVED = false;
 
 #include "sm90_fp8/load.cuh"
 #include "sm90_fp8/multiply.cuh"
+#if LOW_RANK_STEPS > 0
+#include "sm90_fp8/low_rank.cuh"
+#endif
 #if EPILOGUE_IS_QUANT
 using StoreMaps = QuantOutputs;
 #include "device/sm90/quant_store.cuh"
@@ -90,6 +102,9 @@ __device__ __forceinline__ void consume_tile(SharedStorage& shared, const Proble
     const int row = first * WGMMA_M + warp * 16 + lane / 4;
     float d[WAVES][BLOCK_N / 2];
     multiply_tile<NUM_WAVES>(d, shared, problem, tile, column, first, row, lane, pipeline);
+#if LOW_RANK_STEPS > 0
+    add_low_rank<NUM_WAVES>(d, shared, problem, first, lane, pipeline);
+#endif
     if (lane == 0) reader.release();
     store_tile<NUM_WAVES>(d, shared, problem, store_maps, tile, column, warpgroup, warp, lane);
 }
@@ -127,10 +142,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
     ,
     const uint8_t* b, long long b_row_bytes, long long b_group_bytes
 #endif
+#if LOW_RANK_STEPS > 0
+    ,
+    const __grid_constant__ TensorMap map_t, const __grid_constant__ TensorMap map_factor, float scaling
+#endif
 ) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
+#if LOW_RANK_STEPS > 0
+    const Problem problem{sfb, m, n, k, num_groups, &map_t, &map_factor, scaling};
+#else
     const Problem problem{sfb, m, n, k, num_groups};
+#endif
     const int lane = threadIdx.x % 32;
     constexpr int LOAD_WARP = NUM_CONSUMER_WARPS;  // first of the producer warpgroup
 
@@ -155,6 +178,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
+#if LOW_RANK_STEPS > 0
+            prefetch_tensormap(map_t);
+            prefetch_tensormap(map_factor);
+#endif
 #if !EPILOGUE_IS_QUANT
             prefetch_store_maps(store_maps);
 #endif

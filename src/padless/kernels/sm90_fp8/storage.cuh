@@ -101,6 +101,10 @@ using Reader = TileReader<CLUSTER_N>;
 struct Problem {
     const float* sfb;
     int m, n, k, num_groups;
+#if LOW_RANK_STEPS > 0
+    const TensorMap *map_t, *map_factor;
+    float scaling;
+#endif
 
     __device__ __forceinline__ int k_blocks() const { return (k + BLOCK_K - 1) / BLOCK_K; }
     __device__ __forceinline__ int sfb_rows() const { return (n + 127) / 128; }

@@ -80,6 +80,7 @@ def quantize_rows(
     scale_layout: str = "plain",
     offs: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(data, scale) of checked arguments; format None: (bfloat16 values, None). FP8_BLOCK's scales are MN-major.
 
@@ -87,8 +88,10 @@ def quantize_rows(
     tokens: (rows,) int32, the row of x of each row of the result, where it is known.
     row_weights: (rows of x,) float32, contiguous, that rows are multiplied by after the activation.
     factors: NVFP4's `quantize_rules.nvfp4_factors`, (2,) or with offs (groups, 2).
+    values: (rows, K) bfloat16, contiguous, that what is quantized is written to as well; without inverse.
     """
-    return _launch(x, format, inverse, None, tokens, activation, scale_rule, scale_layout, offs, factors, row_weights)
+    given = (x, format, inverse, None, tokens, activation, scale_rule, scale_layout, offs, factors, row_weights, values)
+    return _launch(*given)
 
 
 def route_quantize(
@@ -126,6 +129,7 @@ def _launch(
     offs: torch.Tensor | None,
     factors: torch.Tensor | None,
     row_weights: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     x = x if x.stride(-1) == 1 else x.contiguous()
     items, K = x.shape
@@ -166,6 +170,7 @@ def _launch(
         ids_inverse,
         None if placed is None else placed.scale,
         None if placed is None or tokens is not None else placed.items,
+        values,
         items,
         K,
         x.stride(0),
@@ -237,6 +242,7 @@ def _quantize_rows(
     new_inverse_ptr,
     placed_scale_ptr,  # (items, ceil(K / BLOCK)) float32 of `place_scales`, strides (placed_ld, 1), or None
     placed_items_ptr,  # (out_rows,) int32 of `place_scales`, or None
+    values_ptr,  # (items, K) bf16 that gets what is quantized, or None
     items,
     K,
     x_stride,
@@ -290,6 +296,9 @@ def _quantize_rows(
                   alpha, up_offset, limit, HAS_LIMIT, HARDWARE_CAST)  # fmt: skip
     if row_weights_ptr is not None:
         x = x * tl.load(row_weights_ptr + item, mask=there, other=0.0)[:, None]
+    if values_ptr is not None:
+        of_values = item.to(tl.int64)[:, None] * K + column[None, :]
+        tl.store(values_ptr + of_values, arithmetic.rounded(x, tl.bfloat16), mask=inside)
 
     BLOCKS: tl.constexpr = BLOCK_K // BLOCK
     # Codes that are stored together, and how many there are in a row.

@@ -12,17 +12,21 @@ from padless.distributed import ExpertParallel
 from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.moe.activation import Activation
 from padless.moe.checks import MAX_EXPERTS, check_matrix
-from padless.moe.gather import activate_quantize, gather_quantize
+from padless.moe.fused import fuses
+from padless.moe.gather import route_quantize
 from padless.moe.layer import moe
-from padless.moe.routing import check_ids, route
+from padless.moe.routing import Routing, check_ids, route
 from padless.nn.calls import call
 from padless.nn.experts import checking
+from padless.nn.lora import inside, low_rank
 from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
-from padless.nn.lora.frozen import adapted_product
+from padless.nn.lora.frozen import activated_product, adapted_product, added_product
 from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
+
+_FEW_SLOTS = 1024  # up to here rows look their adapters up, where nothing is trained
 
 
 class Frozen(NamedTuple):
@@ -36,9 +40,20 @@ class Frozen(NamedTuple):
     activations: BlockScaledFormat | torch.dtype | None
 
 
+def routed(
+    x: torch.Tensor, ids: torch.Tensor, num_groups: int, frozen: Frozen
+) -> tuple[Routing, BlockScaledTensor | torch.Tensor | None]:
+    """The routing of ids (T, k), and rows as they are multiplied where that takes more than gathering them."""
+    format, scale = format_of_rows(frozen.activations, frozen.w13)
+    if format is None:
+        return route(ids, num_groups), None
+    return route_quantize(x.detach(), ids, num_groups, format, global_scale=scale)
+
+
 def adapted_experts(
     x: torch.Tensor,
     routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    read: BlockScaledTensor | torch.Tensor | None,
     top_k_weights: torch.Tensor,
     shared: torch.Tensor | None,
     frozen: Frozen,
@@ -47,16 +62,18 @@ def adapted_experts(
 ) -> torch.Tensor:
     """The layer of frozen experts with low-rank adapters of each projection, under autograd; (T, H).
 
-    routing: ends of the groups (E,), tokens and inverse, as `padless.moe.route` gives them. low13, low2: what is
+    routing: ends of the groups (E,), tokens and inverse, and read: what `routed` gives. low13, low2: what is
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
-    format, scale = format_of_rows(frozen.activations, frozen.w13)
-    rows = gathered_rows(x, tokens, inverse)
-    read: BlockScaledTensor | torch.Tensor = rows.detach().to(torch.bfloat16)
-    if format is not None:
-        read = gather_quantize(x.detach(), inverse, format, global_scale=scale, tokens=tokens)
-    y = adapted_rows(rows, read, offs, frozen, (format, scale), low13, low2)
+    how = format_of_rows(frozen.activations, frozen.w13)
+    if low13 is not None and low2 is not None and not _keeps_rows(frozen, low13, low2, x, top_k_weights, shared):
+        x16 = x.to(torch.bfloat16)
+        y = inferred_rows(x16, tokens, x16[tokens] if read is None else read, offs, frozen, how, low13, low2)
+    else:
+        rows = gathered_rows(x, tokens, inverse)
+        read = rows.detach().to(torch.bfloat16) if read is None else read
+        y = adapted_rows(rows, read, offs, frozen, how, low13, low2)
     out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
 
@@ -74,13 +91,37 @@ def adapted_rows(
 
     read: the rows as they are multiplied. how: what `format_of_rows` says of them.
     """
-    format, scale = how
     h = adapted_product(rows, read, frozen.w13, frozen.bias13, offs, low13)
-    hidden = activated(h, frozen.activation)
-    operand: BlockScaledTensor | torch.Tensor = hidden.detach()
-    if format is not None:
-        operand = activate_quantize(h.detach(), frozen.activation, format, global_scale=scale, offs=offs)
+    hidden, operand = activated(h, frozen.activation, *how)
     return adapted_product(hidden, operand, frozen.w2, frozen.bias2, offs, low2)
+
+
+def inferred_rows(
+    x: torch.Tensor,
+    tokens: torch.Tensor,
+    read: BlockScaledTensor | torch.Tensor,
+    offs: torch.Tensor,
+    frozen: Frozen,
+    how: tuple[BlockScaledFormat | None, torch.Tensor | None],
+    low13: LowRank,
+    low2: LowRank,
+) -> torch.Tensor:
+    """`adapted_rows` of x[tokens], bit for bit, outside of autograd and without dropout; x: (T, H) bfloat16."""
+    t = low_rank.applied(x, low13, tokens)
+    of, activation = low13.factors, frozen.activation
+    operand: BlockScaledTensor | torch.Tensor
+    if inside.adds_inside(read, frozen.w13, low13) and fuses(frozen.w13, activation, how[0]):
+        assert isinstance(read, BlockScaledTensor)
+        hidden, operand = inside.swiglu(read, frozen.w13, frozen.bias13, offs, t, of.b[0], of.scaling, activation)
+    else:
+        hidden, operand = activated_product(read, frozen.w13, frozen.bias13, offs, t, low13, activation, how)
+    return added_product(operand, frozen.w2, frozen.bias2, offs, low_rank.applied(hidden, low2), low2)
+
+
+def _keeps_rows(frozen: Frozen, low13: LowRank, low2: LowRank, *others: torch.Tensor | None) -> bool:
+    """Whether autograd follows the layer, or dropout changes what A reads."""
+    factors = (*low13.factors.a, *low13.factors.b, *low2.factors.a, *low2.factors.b)
+    return low13.dropout > 0.0 or has_backward(*others, frozen.bias13, frozen.bias2, *factors)
 
 
 class LoraExperts(AdaptedModule):
@@ -185,14 +226,24 @@ class LoraExperts(AdaptedModule):
                 )
         if self.ep is not None:
             return self._over_ranks(self.ep, x, top_k_index, top_k_weights, shared, adapter_ids)
+        frozen = self._frozen()
         if adapter_ids is None:
-            offs, tokens, inverse = route(top_k_index, self.num_experts)
+            (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
             low = self._both_low_rank(offs, self._active_names(), by_pairs=False)
+        elif top_k_index.numel() <= _FEW_SLOTS and not self._is_trained(x, top_k_weights, shared):
+            self._num_pairs()
+            self._check_adapter_ids(top_k_index, adapter_ids)
+            (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
+            low13, low2 = self._both_low_rank(offs, self.adapters, by_pairs=False)
+            assert low13 is not None
+            assert low2 is not None
+            low = (low13.looked_up(adapter_ids, tokens), low2.looked_up(adapter_ids, tokens))
         else:
-            pairs, tokens, inverse = route(self._pairs(top_k_index, adapter_ids), self._num_pairs())
+            pairs_of_slots = self._pairs(top_k_index, adapter_ids)
+            (pairs, tokens, inverse), read = routed(x, pairs_of_slots, self._num_pairs(), frozen)
             offs = self._ends_of_experts(pairs)
             low = self._both_low_rank(pairs, self.adapters, by_pairs=True)
-        return adapted_experts(x, (offs, tokens, inverse), top_k_weights, shared, self._frozen(), *low)
+        return adapted_experts(x, (offs, tokens, inverse), read, top_k_weights, shared, frozen, *low)
 
     def _over_ranks(
         self,
@@ -303,8 +354,17 @@ class LoraExperts(AdaptedModule):
             )
         return pairs
 
+    def _is_trained(self, *given: torch.Tensor | None) -> bool:
+        """Whether autograd follows a call, or dropout changes what A reads."""
+        return (self.training and self.dropout > 0.0) or has_backward(*given, *self.parameters())
+
     def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
         """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""
+        self._check_adapter_ids(ids, adapter_ids)
+        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self._all_experts, len(self.adapters))
+        return pairs
+
+    def _check_adapter_ids(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> None:
         if (
             not isinstance(adapter_ids, torch.Tensor)
             or adapter_ids.dtype not in (torch.int32, torch.int64)
@@ -314,8 +374,6 @@ class LoraExperts(AdaptedModule):
             raise ValueError(
                 f"adapter_ids must be ({ids.shape[0]},) int32 or int64 on {ids.device}, got {describe(adapter_ids)}"
             )
-        pairs: torch.Tensor = call("adapter_pairs", ids, adapter_ids, self._all_experts, len(self.adapters))
-        return pairs
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden}, {self.intermediate}, {self.num_experts}, {self.w13.format.name}"

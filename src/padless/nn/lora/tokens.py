@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from padless.formats import BlockScaledFormat, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.moe.activation import GELU_CUBIC, GELU_SLOPE, RUN, Activation, sigmoid, split_gate_up
 from padless.moe.checks import on_device_of, runs_triton
 from padless.moe.combining import combine
-from padless.moe.gather import activate_quantize
+from padless.moe.gather import activate_quantize, check_format
 from padless.nn.calls import call
 
 
@@ -20,10 +21,16 @@ def gathered_rows(x: torch.Tensor, tokens: torch.Tensor, inverse: torch.Tensor) 
     return out
 
 
-def activated(h: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The activation of h (M, N) bfloat16, computed in float32 and rounded once; (M, I) bfloat16."""
-    out: torch.Tensor = _Activated.apply(h, activation)  # type: ignore[no-untyped-call]
-    return out
+def activated(
+    h: torch.Tensor, activation: Activation, format: BlockScaledFormat | None, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, BlockScaledTensor | torch.Tensor]:
+    """The activation of h (M, N) bfloat16, computed in float32: rounded once to bfloat16, (M, I), and as the next
+    product reads it, quantized to format with NVFP4's global scale, in the same pass; the first is differentiable.
+    """
+    out, codes, codes_scale = _Activated.apply(h, activation, format, scale)  # type: ignore[no-untyped-call]
+    if format is None:
+        return out, out.detach()
+    return out, BlockScaledTensor(codes.view(format.data_dtype), codes_scale, format, scale)
 
 
 def combined(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -63,18 +70,26 @@ class _Combine(torch.autograd.Function):
 
 class _Activated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def forward(
+        ctx: Any, h: torch.Tensor, activation: Activation, format: BlockScaledFormat | None, scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         ctx.save_for_backward(h)
         ctx.activation = activation
-        rows = activate_quantize(h, activation, None)
-        assert isinstance(rows, torch.Tensor)
-        return rows
+        if format is None:
+            rows = activate_quantize(h, activation, None)
+            assert isinstance(rows, torch.Tensor)
+            return rows, None, None
+        a, rule = activation, check_format(format, activation.out_columns(h.shape[1]), None, "plain", scale)
+        how = (a.kind, a.gate_up, a.alpha, a.limit, a.up_offset, format.name, rule, "plain", scale, None)
+        rows, codes, codes_scale = call("activate_and_quantize", h, *how)
+        ctx.mark_non_differentiable(codes, codes_scale)
+        return rows, codes, codes_scale
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: torch.Tensor, *of_codes: Any) -> tuple[torch.Tensor | None, ...]:
         (h,) = ctx.saved_tensors
-        return activation_gradient(dout, h, ctx.activation), None
+        return activation_gradient(dout, h, ctx.activation), None, None, None
 
 
 def activation_gradient(dout: torch.Tensor, h: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -17,7 +17,7 @@ from padless.quantization.triton import casts
 from padless.quantization.triton.launches import launch
 
 _ROWS, _COLUMNS = 4, 512
-_ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
+ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _GELU_SLOPE = tl.constexpr(GELU_SLOPE)
 _GELU_CUBIC = tl.constexpr(GELU_CUBIC)
 _GELU_CUBIC_3 = tl.constexpr(3.0 * GELU_CUBIC)
@@ -31,7 +31,7 @@ def activation_gradient(dout: torch.Tensor, h: torch.Tensor, activation: Activat
     chunks = ceil_div(columns, _COLUMNS)
     launch(_activation_gradient, ceil_div(rows, _ROWS) * chunks)(
         dout, h, out, rows, columns, chunks, activation.alpha, activation.up_offset, activation.limit or 0.0,
-        KIND=activation.kind, GATED=activation.is_gated, ARRANGEMENT=_ARRANGEMENTS[activation.gate_up],
+        KIND=activation.kind, GATED=activation.is_gated, ARRANGEMENT=ARRANGEMENTS[activation.gate_up],
         HAS_LIMIT=activation.limit is not None, ROWS=_ROWS, COLUMNS=_COLUMNS,
         HARDWARE=casts.casts_in_hardware(h.device), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
