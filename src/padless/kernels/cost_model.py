@@ -70,8 +70,8 @@ class CostTable:
 BUILT_IN: dict[str, CostTable] = {
     "sm90_fp8_grouped_gemm": CostTable(
         {
-            Tile(256, 128, 2, 8): TileCost(696, 410, 381),
-            Tile(128, 192, 1, 16): TileCost(540, 509, 249),
+            Tile(256, 128, 2, 8): TileCost(690, 405, 600),
+            Tile(128, 192, 1, 16): TileCost(528, 497, 750),
             Tile(128, 128, 1, 8): TileCost(392, 361, 249),
             Tile(128, 64, 1, 8): TileCost(262, 241, 249),
         },
@@ -141,6 +141,24 @@ def expected_rounds(m: int, num_groups: int, block_m: int, share: float) -> floa
     """Mean rounds of whole tiles, group sizes as of ``estimate_ns``. ``share``: tiles of each worker for one m-tile."""
     groups = max(1, min(num_groups, m))
     return max(1.0, _mean_ceil(sum(expected_m_tiles(m, groups, block_m)) * share, math.sqrt(groups - 1) * share))
+
+
+def routed_rounds(m: int, num_groups: int, block_m: int, share: float) -> float:
+    """Rounds of whole tiles: the geometric mean over calls of which a third are routed evenly, two thirds are not.
+
+    share: tiles of each worker for one m-tile. Where tokens have no preferences, each expert's popularity being as likely
+    as the next, the rows of a group are geometrically distributed: s or more with probability q ** s, q = M / (M + G).
+    A tile begins at rows 1, block_m + 1, .. of a group, so it has q + q ** (block_m + 1) + .. of them on average. Half a
+    round more is what the ends of uneven groups cost.
+    """
+    rows, longer = divmod(m, num_groups)
+    even = (num_groups - longer) * -(-rows // block_m) + longer * -(-(rows + 1) // block_m)
+    rounds = max(1, math.ceil(even * share - 1e-9))
+    if num_groups == 1 or m == 0:
+        return rounds
+    q = m / (m + num_groups)
+    uneven = num_groups * q / (1 - q**block_m)
+    return float((rounds * max(1.0, uneven * share + 0.5) ** 2) ** (1 / 3))
 
 
 # How much of what half tiles are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
