@@ -72,8 +72,8 @@ BUILT_IN: dict[str, CostTable] = {
         {
             Tile(256, 128, 2, 8): TileCost(690, 405, 600),
             Tile(128, 192, 1, 16): TileCost(528, 497, 750),
-            Tile(128, 128, 1, 8): TileCost(392, 361, 249),
-            Tile(128, 64, 1, 8): TileCost(262, 241, 249),
+            Tile(128, 128, 1, 8): TileCost(385, 354, 560),
+            Tile(128, 64, 1, 8): TileCost(255, 235, 560),
         },
         "built in, NVIDIA H200, 2026-11-21",
     )
@@ -146,10 +146,10 @@ def expected_rounds(m: int, num_groups: int, block_m: int, share: float) -> floa
 def routed_rounds(m: int, num_groups: int, block_m: int, share: float) -> float:
     """Rounds of whole tiles: the geometric mean over calls of which a third are routed evenly, two thirds are not.
 
-    share: tiles of each worker for one m-tile. Where tokens have no preferences, each expert's popularity being as likely
-    as the next, the rows of a group are geometrically distributed: s or more with probability q ** s, q = M / (M + G).
-    A tile begins at rows 1, block_m + 1, .. of a group, so it has q + q ** (block_m + 1) + .. of them on average. Half a
-    round more is what the ends of uneven groups cost.
+    share: tiles of each worker for one m-tile. Uneven are sizes that are as likely in any split of M rows into G groups
+    as in any other: s rows or more with probability q ** s, q = M / (M + G). A group's tiles begin at its rows 1,
+    block_m + 1, .., and so it has q + q ** (block_m + 1) + .. of them on average. The ends of uneven groups cost half a
+    round more.
     """
     rows, longer = divmod(m, num_groups)
     even = (num_groups - longer) * -(-rows // block_m) + longer * -(-(rows + 1) // block_m)

@@ -40,8 +40,8 @@ GOOD, ALLOWED = 1.03, 1.08  # times of the fastest: a pick that is as good, and 
 def measure(problem: PicksProblem, timer: Timer, num_sms: int, unfit: dict[str, str]) -> Record:
     """One problem's record: microseconds of the picked configuration and of those that are not hopeless.
 
-    first: all that run, by the first calls. gpu: those that are not hopeless. final: the pick and the FINALISTS fastest, by
-    calls of their own; empty where the pick is the fastest. left_out: those that do not compile, with the reason.
+    first: all that run, by the first calls. gpu: those that are not hopeless. final: the pick and the FINALISTS fastest,
+    by calls of their own; empty where the pick is the fastest. left_out: those that do not compile, with the reason.
     unfit: these reasons by prelude, kept from problem to problem: what does not compile is compiled anew each time.
     """
     pick = picked(problem.point, problem.tokens, num_sms)

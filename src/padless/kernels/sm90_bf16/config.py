@@ -168,7 +168,7 @@ def select_config(
 
 
 _FP4 = ("MXFP4", "NVFP4")
-# By the weights' bits: what a tile costs by its tokens, over one of 8 of as many weight rows, which have to be dequantised
+# By the weights' bits: what a tile costs by its tokens, over one of 8 of as many weight rows, which are dequantised
 # whatever the tokens are; and one of 128 weight rows over one of 256. Fitted to records of picks.
 _COSTS = {
     "FP4": ({8: 1.0, 16: 1.07, 32: 1.22, 64: 1.56, 128: 2.4}, 0.63),

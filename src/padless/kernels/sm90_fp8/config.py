@@ -143,8 +143,8 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     )
 
 
-# CTAs of a cluster wait for each other where a tile begins and ends: with less of K that costs more than shared rows of A
-# save, 9 to 12% with K 512.
+# CTAs of a cluster wait for each other where a tile begins and ends: with less of K that costs more than sharing rows
+# saves, 9 to 12% with K 512.
 _LEAST_K_OF_PAIRS = 1024
 
 # Tokens of a tile with few_rows, and the most rows that a group has on average with it: where groups have more, tiles of
