@@ -279,7 +279,7 @@ def recorded(noise: float) -> list[dict[str, Any]]:
     draw = random.Random(5)
     found = []
     for draws in range(120):
-        m, n, k = (draw.choice(axis) for axis in ((512, 4096, 20480, 65536), (1024, 3072, 7168), (512, 2048, 4096)))
+        m, n, k = (draw.choice(axis) for axis in ((512, 4096, 20480, 65536), (1024, 3072, 7168), (1536, 2048, 4096)))
         groups = draw.choice((8, 32, 128))
         point = asdict(replace(POINT, rows=m, n=n, k=k, groups=groups, draw=draws))
         gpu = {}

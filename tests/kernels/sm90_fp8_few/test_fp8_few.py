@@ -155,7 +155,16 @@ def test_a_tile_compiles_without_spills(tile: Sm90Fp8Config) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "k", "block_m"),
-    [(1, 768, 16), (96, 768, 16), (97, 768, 32), (160, 2048, 32), (161, 768, None), (64, 2176, None)],
+    [
+        (1, 768, 16),
+        (96, 1040, 16),
+        (97, 768, 32),
+        (1024, 1024, 32),
+        (1025, 768, None),
+        (160, 2048, 32),
+        (161, 1040, None),
+        (64, 2176, None),
+    ],
 )
 def test_groups_of_few_rows_and_short_k_take_few_rows(rows: int, k: int, block_m: int | None) -> None:
     chosen = select_config(Problem(rows, 2048, k, 64))

@@ -145,7 +145,9 @@ def select_config(
         rounds = routed_rounds(m, num_groups, block_m, ceil_div(n, block_n) / num_sms)
         return rounds * costs[block_m] * (cost_of_half if block_n == 128 else 1)
 
-    tiles = [(size, rows) for size in costs if size <= most for rows in (256, 128) if rows == 128 or size <= widest]
+    least = min(m, most) if num_groups == 1 else 0  # a group alone is not cut: its weights would be read twice
+    sizes = [size for size in costs if least <= size <= most]
+    tiles = [(size, rows) for size in sizes for rows in (256, 128) if rows == 128 or size <= widest]
     block_m, block_n = min(tiles, key=time)
     # 32 tokens of FP4 leave room for three stages of two blocks, of bf16 for two, and 64 of FP4 for two beside an output
     # of 16 bits and the smallest table of groups; beside the largest one no more than 16 do.
