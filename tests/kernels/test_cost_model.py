@@ -178,6 +178,19 @@ def test_expected_tiles_against_every_size() -> None:
             assert got == pytest.approx((7 * full, 7 * short), rel=0.06, abs=0.1)
 
 
+def test_rounds_of_routed_tokens() -> None:
+    """Even sizes exactly, uneven ones against tiles of every geometric size; twice as much of these."""
+    for m, groups, block_m, share in ((5, 8, 16, 0.3), (96, 64, 8, 1.5), (1000, 64, 32, 4.0), (8192, 128, 64, 2.0)):
+        rows, longer = divmod(m, groups)
+        even = math.ceil(sum(math.ceil((rows + (g < longer)) / block_m) for g in range(groups)) * share)
+        q = m / (m + groups)
+        tiles = groups * sum((1 - q) * q**s * math.ceil(s / block_m) for s in range(200 * max(rows, 1)))
+        uneven = max(1.0, tiles * share + 0.5)
+        assert cost_model.routed_rounds(m, groups, block_m, share) == pytest.approx((even * uneven**2) ** (1 / 3))
+    assert cost_model.routed_rounds(1000, 1, 128, 0.5) == 4
+    assert cost_model.routed_rounds(0, 8, 128, 0.5) == 1
+
+
 def test_mean_ceil_against_a_sum() -> None:
     rng = random.Random(5)
     for _ in range(50):
