@@ -277,10 +277,10 @@ def test_the_chosen_tiles_were_the_fastest_or_nearly_so() -> None:
         (m, groups): 36 for m in (8192, 16384) for groups in (4, 8, 16, 32)
     }
     every = [loss for values in losses.values() for loss in values]
-    assert mean(every) < 0.0008
-    assert max(every) < 0.036
+    assert mean(every) < 0.0011
+    assert max(every) < 0.045
     for key, values in losses.items():
-        assert mean(values) < 0.0035, key
+        assert mean(values) < 0.0045, key
     # Other costs and always the same tile would have cost more.
     for tile, factor in ((TALL, 1.04), (WIDE, 0.96)):
         cost = COSTS[tile]
@@ -295,7 +295,7 @@ def test_choices_would_lose_more_if_nothing_or_all_that_half_tiles_spare_counted
 ) -> None:
     now = mean_loss(COSTS)
     trust_in_half_tiles(monkeypatch, share)
-    assert mean_loss(COSTS) > 1.5 * now
+    assert mean_loss(COSTS) > 1.05 * now
 
 
 def test_choices_for_few_rows_would_lose_more_if_all_that_is_spared_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_choices_for_few_rows_would_lose_more_if_all_that_is_spared_counted(monk
 
     now = losses()
     assert len(now) == 118
-    assert mean(now) < 0.014
+    assert mean(now) < 0.015
     trust_in_half_tiles(monkeypatch, 1.0)
     others = losses()
     assert len(others) == 118

@@ -65,8 +65,8 @@ class CostTable:
 
 
 # By kernel, the file's name without ".cu". Only ratios matter, so a table serves other GPUs of its architecture too.
-# sm90_fp8_grouped_gemm: fitted to 612 recorded times (the docs say how). 64 columns: from the ratio to 128 columns of
-# dense products that took turns in one run.
+# sm90_fp8_grouped_gemm: fitted to 612 recorded times, and overheads to records of picks (the docs say how). 64 columns:
+# from the ratio to 128 columns of dense products that took turns in one run.
 BUILT_IN: dict[str, CostTable] = {
     "sm90_fp8_grouped_gemm": CostTable(
         {
@@ -75,7 +75,7 @@ BUILT_IN: dict[str, CostTable] = {
             Tile(128, 128, 1, 8): TileCost(385, 354, 560),
             Tile(128, 64, 1, 8): TileCost(255, 235, 560),
         },
-        "built in, NVIDIA H200, 2026-11-21",
+        "built in, NVIDIA H200, 2026-11-28",
     )
 }
 
@@ -162,8 +162,8 @@ def routed_rounds(m: int, num_groups: int, block_m: int, share: float) -> float:
 
 
 # How much of what half tiles are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
-# alone loses most where it is wrong. On the recorded points of M 8192 and 16384 choices lose 0.07% with a quarter of it,
-# 0.12% with all, 0.20% with nothing; on those of M 512 to 4096 1.4%, 1.7% and 1.4%.
+# alone loses most where it is wrong. On the recorded points of M 8192 and 16384 choices lose 0.11% with a quarter of it,
+# 0.16% with all, 0.12% with nothing; on those of M 512 to 4096 1.5%, 2.2% and 1.5%.
 _TRUSTED_OF_SPARED = 0.25
 
 
