@@ -1,12 +1,15 @@
 """Fits the costs of FP8_BLOCK's tiles to a record of `padless bench picks`, and says what picks they make.
 
-    python tools/fit_tiles.py docs/measured/2026-11-24-h200-picks.jsonl
+    python tools/fit_tiles.py docs/measured/2026-11-28-h200-picks.jsonl
 
-Half of the problems, every second one, are fitted to, and the others say what the fit is worth. Costs are changed one at
-a time, by steps that get smaller, while the picks of `select_config` get closer to the fastest configuration; of all
-tiles that were measured those are kept that pay. Prints the table as kernels/cost_model.py has it. Of the other kernels,
-which choose by rules and not by costs, it prints how much longer each configuration takes than the fastest, by rows a
-group.
+Of every kernel it prints what was picked when the record was made and what is picked today, beside the fastest; and, of
+problems that differ in routing alone, at how many the best choice that does not know it is as good: what a choice by
+the host can reach. Then how much longer each configuration takes than the fastest, by rows a group.
+
+FP8_BLOCK's kernel chooses by a table of costs where groups do not have few rows. Half of these problems, every second
+one, are fitted to, and the others say what the fit is worth. Costs are changed one at a time, by steps that get smaller,
+while the picks of `select_config` get closer to the fastest configuration; of all tiles that were measured those are
+kept that pay. Prints the table as kernels/cost_model.py has it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -41,13 +45,36 @@ Costs = dict[Tile, TileCost]
 
 
 def times_of(record: Record) -> dict[str, float]:
-    """Microseconds of every configuration that ran, of the first calls where there are no others."""
-    return record["first"] | {name: timing["us"] for name, timing in record["gpu"].items()}
+    """Microseconds of every configuration that ran, by the most calls that there are of it."""
+    timed = record["gpu"] | record.get("final", {})
+    return record["first"] | {name: timing["us"] for name, timing in timed.items()}
 
 
-def tile_of(name: str) -> Tile:
-    """The tile of a configuration's name, "block_m 128, block_n 192, ..."."""
-    return Tile(**{field: int(value) for field, value in (part.split() for part in name.split(", "))})
+def tile_of(name: str) -> Tile | None:
+    """The tile of a configuration's name, "block_m 128, block_n 192, ..."; None for one of sm90_fp8_few."""
+    values = dict(part.split() for part in name.split(", "))
+    if values.pop("few_rows", "False") == "True":
+        return None
+    return Tile(**{field: int(value) for field, value in values.items()})
+
+
+def chooses_by_costs(record: Record) -> bool:
+    """Whether today's pick is made by costs, and not by the rule for few rows."""
+    with mock.patch.object(sm90_fp8, "best_tile", return_value=Tile(128, 128)) as choice:
+        sm90_fp8.select_config(problem_of(record, 132))
+    return bool(choice.called)
+
+
+def problem_of(record: Record, num_sms: int) -> sm90_fp8.Problem:
+    """What the pick is made by."""
+    p = record["point"]
+    return sm90_fp8.Problem(p["rows"], p["n"], p["k"], p["groups"], num_sms=num_sms)
+
+
+def named_as(config: Any, times: Mapping[str, float]) -> str:
+    """The configuration's name in a record, where it may lack few_rows."""
+    name = name_of(config)
+    return name if "few_rows" in next(iter(times)) else name.removeprefix("few_rows False, ")
 
 
 class Problems:
@@ -58,22 +85,22 @@ class Problems:
     """
 
     def __init__(self, records: Sequence[Record], num_sms: int) -> None:
-        times = [{tile_of(name): us for name, us in times_of(record).items()} for record in records]
-        self.tiles = sorted({tile for of in times for tile in of} | set(BUILT_IN[KERNEL].costs), key=str)
-        self.given = [
-            sm90_fp8.Problem(p["rows"], p["n"], p["k"], p["groups"], num_sms=num_sms)
-            for p in (record["point"] for record in records)
-        ]
+        times = [times_of(record) for record in records]
+        measured = {tile for of in times for name in of if (tile := tile_of(name))}
+        self.tiles = sorted(measured | set(BUILT_IN[KERNEL].costs), key=str)
+        self.given = [problem_of(record, num_sms) for record in records]
         table = CostTable(dict.fromkeys(self.tiles, TileCost(1.0, 1.0, 1.0)), "every tile")
         self.allowed = np.zeros((len(records), len(self.tiles)), dtype=bool)
-        for row, problem in zip(self.allowed, self.given, strict=True):
-            with (
-                mock.patch.object(sm90_fp8, "cost_table", return_value=table),
-                mock.patch.object(sm90_fp8, "best_tile", return_value=self.tiles[0]) as choice,
-            ):
-                sm90_fp8.select_config(problem)
-            row[:] = [tile in choice.call_args.args[0] for tile in self.tiles]
-        self.over = np.array([[of.get(tile, math.inf) / min(of.values()) for tile in self.tiles] for of in times])
+        self.over = np.full(self.allowed.shape, math.inf)
+        for i, (problem, of) in enumerate(zip(self.given, times, strict=True)):
+            for j, tile in enumerate(self.tiles):
+                with (
+                    mock.patch.object(sm90_fp8, "cost_table", return_value=table),
+                    mock.patch.object(sm90_fp8, "best_tile", return_value=tile) as choice,
+                ):
+                    config = sm90_fp8.select_config(problem)  # whose cluster may be another than the tile's
+                self.allowed[i, j] = tile in choice.call_args.args[0]
+                self.over[i, j] = of.get(named_as(config, of), math.inf) / min(of.values())
         self._estimates: dict[tuple[Tile, TileCost], np.ndarray] = {}
 
     def estimates(self, tile: Tile, cost: TileCost) -> np.ndarray:
@@ -160,16 +187,44 @@ def line(what: str, ratios: np.ndarray) -> str:
 
 def over_fastest(record: Record, num_sms: int | None) -> float:
     """Time of what was picked, over the fastest; of what is picked today where num_sms are given. NaN where that was not
-    measured, and of weight gradients, whose choice depends on more than the record says.
+    measured.
     """
-    times, point = times_of(record), PicksPoint(**record["point"])
-    if num_sms is None:
-        name = record["picked"]
-    elif KINDS[point.kind].wgrad:
-        return math.nan
-    else:
-        name = name_of(picked(point, 0, num_sms))
+    times = times_of(record)
+    name = record["picked"]
+    if num_sms is not None:
+        point = PicksPoint(**record["point"])
+        columns = sum(-(-size // 128) * 128 for size in record.get("sizes", ()))  # of copies, where they are read
+        name = named_as(picked(point, columns if KINDS[point.kind].wgrad else 0, num_sms), times)
     return times.get(name, math.nan) / min(times.values())
+
+
+def report_picks(kind: str, records: Sequence[Record], num_sms: int) -> None:
+    """Prints what the choice was worth when it was measured, and today's on the same times; and what a choice could be
+    worth that knows all but how tokens are routed.
+    """
+    for when, sms in (("then", None), ("now", num_sms)):
+        ratios = np.array([over_fastest(record, sms) for record in records])
+        print(line(f"{kind}, as picked {when}", ratios[~np.isnan(ratios)]))
+    alike: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        point = record["point"]
+        inputs = tuple(point[field] for field in ("model", "rows", "n", "k"))
+        alike.setdefault(inputs, []).append(record)
+    best: list[float] = []
+    now: list[float] = []
+    for part in alike.values():
+        if len({record["point"]["routing"] for record in part}) > 1:
+            times = [times_of(record) for record in part]
+            ratios_of = {
+                name: [of[name] / min(of.values()) for of in times]
+                for name in times[0]
+                if all(name in of for of in times)
+            }
+            best += max(ratios_of.values(), key=lambda found: (sum(x <= GOOD for x in found), -sum(found)))
+            now += [over_fastest(record, num_sms) for record in part]
+    if best:
+        print(line(f"{kind}, problems that differ in routing alone, as picked now", np.array(now)))
+        print(line(f"{kind}, the best choice that does not know it", np.array(best)))
 
 
 def report_costs(records: Sequence[Record], num_sms: int) -> None:
@@ -188,15 +243,8 @@ def report_costs(records: Sequence[Record], num_sms: int) -> None:
         print(f"            Tile({', '.join(map(str, names))}): TileCost({', '.join(map(str, values))}),")
 
 
-def report_rules(kind: str, records: Sequence[Record], num_sms: int) -> None:
-    """Prints what the choice was worth when it was measured, and today's on the same times; and how much longer each
-    configuration takes than the fastest, by rows a group.
-    """
-    then, now = (np.array([over_fastest(r, name) for r in records]) for name in (None, num_sms))
-    print()
-    print(line(f"{kind}, as picked then", then))
-    if not np.isnan(now).any():
-        print(line(f"{kind}, as picked now", now))
+def report_times(kind: str, records: Sequence[Record]) -> None:
+    """Prints how much longer each configuration takes than the fastest, by rows a group."""
     by_rows: dict[int, list[Record]] = {}
     for record in records:
         rows = record["point"]["rows"] / record["point"]["groups"]
@@ -221,10 +269,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = dict.fromkeys(record["point"]["kind"] for record in records)
     for kind in kinds:
         part = [record for record in records if record["point"]["kind"] == kind]
-        if kind == KIND:
-            report_costs(part, options.num_sms)
-        else:
-            report_rules(kind, part, options.num_sms)
+        report_picks(kind, part, options.num_sms)
+        report_times(kind, part)
+        by_costs = [record for record in part if kind == KIND and chooses_by_costs(record)]
+        if by_costs:
+            report_costs(by_costs, options.num_sms)
     return 0
 
 

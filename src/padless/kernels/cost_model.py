@@ -65,17 +65,17 @@ class CostTable:
 
 
 # By kernel, the file's name without ".cu". Only ratios matter, so a table serves other GPUs of its architecture too.
-# sm90_fp8_grouped_gemm: fitted to 612 recorded times (the docs say how). 64 columns: from the ratio to 128 columns of
-# dense products that took turns in one run.
+# sm90_fp8_grouped_gemm: fitted to 612 recorded times, and overheads to records of picks (the docs say how). 64 columns:
+# from the ratio to 128 columns of dense products that took turns in one run.
 BUILT_IN: dict[str, CostTable] = {
     "sm90_fp8_grouped_gemm": CostTable(
         {
-            Tile(256, 128, 2, 8): TileCost(696, 410, 381),
-            Tile(128, 192, 1, 16): TileCost(540, 509, 249),
-            Tile(128, 128, 1, 8): TileCost(392, 361, 249),
-            Tile(128, 64, 1, 8): TileCost(262, 241, 249),
+            Tile(256, 128, 2, 8): TileCost(684, 405, 500),
+            Tile(128, 192, 1, 16): TileCost(532, 501, 750),
+            Tile(128, 128, 1, 8): TileCost(385, 354, 560),
+            Tile(128, 64, 1, 8): TileCost(255, 235, 560),
         },
-        "built in, NVIDIA H200, 2026-11-21",
+        "built in, NVIDIA H200, 2026-11-28",
     )
 }
 
@@ -143,9 +143,27 @@ def expected_rounds(m: int, num_groups: int, block_m: int, share: float) -> floa
     return max(1.0, _mean_ceil(sum(expected_m_tiles(m, groups, block_m)) * share, math.sqrt(groups - 1) * share))
 
 
+def routed_rounds(m: int, num_groups: int, block_m: int, share: float) -> float:
+    """Rounds of whole tiles: the geometric mean over calls of which a third are routed evenly, two thirds are not.
+
+    share: tiles of each worker for one m-tile. Uneven are sizes that are as likely in any split of M rows into G groups
+    as in any other: s rows or more with probability q ** s, q = M / (M + G). A group's tiles begin at its rows 1,
+    block_m + 1, .., and so it has q + q ** (block_m + 1) + .. of them on average. The ends of uneven groups cost half a
+    round more.
+    """
+    rows, longer = divmod(m, num_groups)
+    even = (num_groups - longer) * -(-rows // block_m) + longer * -(-(rows + 1) // block_m)
+    rounds = max(1, math.ceil(even * share - 1e-9))
+    if num_groups == 1 or m == 0:
+        return rounds
+    q = m / (m + num_groups)
+    uneven = num_groups * q / (1 - q**block_m)
+    return float((rounds * max(1.0, uneven * share + 0.5) ** 2) ** (1 / 3))
+
+
 # How much of what half tiles are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it
-# alone loses most where it is wrong. On the recorded points of M 8192 and 16384 choices lose 0.07% with a quarter of it,
-# 0.12% with all, 0.20% with nothing; on those of M 512 to 4096 1.4%, 1.7% and 1.4%.
+# alone loses most where it is wrong. On the recorded points of M 8192 and 16384 choices lose 0.11% with a quarter of it,
+# 0.16% with all, 0.12% with nothing; on those of M 512 to 4096 1.5%, 2.2% and 1.5%.
 _TRUSTED_OF_SPARED = 0.25
 
 

@@ -155,11 +155,32 @@ def test_a_tile_compiles_without_spills(tile: Sm90Fp8Config) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "k", "block_m"),
-    [(1, 768, 16), (96, 768, 16), (97, 768, 32), (160, 2048, 32), (161, 768, None), (64, 2176, None)],
+    [
+        (1, 768, 16),
+        (96, 1040, 16),
+        (97, 768, 32),
+        (320, 1024, 32),
+        (321, 1024, 64),
+        (1024, 1024, 64),
+        (1025, 768, None),
+        (160, 2048, 32),
+        (161, 1040, None),
+        (64, 2176, None),
+    ],
 )
 def test_groups_of_few_rows_and_short_k_take_few_rows(rows: int, k: int, block_m: int | None) -> None:
     chosen = select_config(Problem(rows, 2048, k, 64))
     assert (chosen.block_m if chosen.few_rows else None) == block_m
+
+
+def test_groups_of_few_rows_and_the_shortest_k_take_192_columns() -> None:
+    """Up to 2.5 rows tokens are on columns, and from 24 on the table of costs chooses."""
+    for rows, tile in ((160, None), (161, (64, 192)), (24 * 64, (64, 192))):
+        chosen = select_config(Problem(rows, 2048, 512, 64, torch.float32))
+        assert (None if chosen.few_rows else (chosen.block_m, chosen.block_n)) == tile
+        assert chosen.out_dtype == torch.float32
+    assert select_config(Problem(24 * 64 + 1, 2048, 512, 64)).block_m >= 128
+    assert select_config(Problem(161, 2048, 528, 64)).block_n < 192
 
 
 def test_many_tiles_are_wide() -> None:
@@ -169,7 +190,7 @@ def test_many_tiles_are_wide() -> None:
     assert many.max_groups >= 512
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [(8, 16), (96, 16), (320, 32), (768, 64), (769, None)])
+@pytest.mark.parametrize(("rows", "block_m"), [(8, 16), (96, 16), (512, 32), (768, 64), (769, None)])
 def test_a_swiglu_of_few_rows_needs_no_cluster(rows: int, block_m: int | None) -> None:
     chosen = host_quant.select_tile(Problem(rows, 1536, 7168, 64), SWIGLU)
     assert (chosen.block_m if chosen.few_rows else None) == block_m

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.formats import OUT_DTYPES, BlockScaledTensor, ceil_div
 from padless.kernels.config import (
     BF16,
     FEW_GROUPS,
@@ -19,7 +19,7 @@ from padless.kernels.config import (
     requirement_of,
     room_for_groups,
 )
-from padless.kernels.launch import most_tiles
+from padless.kernels.cost_model import routed_rounds
 
 # Formats by the numbers of kernels/sm90_bf16/dequantize.cuh.
 FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
@@ -128,34 +128,40 @@ def select_config(
     """The kernel for a problem: a pure function of the formats, M, N, G and the number of multiprocessors, since the
     groups' sizes are on the device.
 
-    Weights are dequantised for every tile anew, so 256 of their rows to a tile are best, of 128 where otherwise half of
-    the multiprocessors had no tile. FP4 weights for up to 64 tokens take four warpgroups, which hide latencies that two
-    leave open.
+    Takes the tile of the least rounds times cost. Where its registers or shared memory allow, a tile of 256 weight rows
+    has four warpgroups, which hide latencies that two leave open, and a stage of FP4 weights two blocks of K.
     """
-    block_m = tokens_of_tile(m, num_groups)
     is_large_table = num_groups > MANY_GROUPS
-    if is_large_table or (a_format, b_format, out_dtype) == _LARGEST:
-        block_m = min(block_m, 64)
-    decoding = block_m <= 32
+    is_float = out_dtype == torch.float32
     # With FP8_BLOCK's second set of sums 256 rows of many tokens exceed the registers; 256 rows of 128 tokens and
     # their float32 output, or of 64 and a large table of groups, the shared memory.
-    if is_large_table or "FP8_BLOCK" in (a_format, b_format):
-        wide = decoding
-    else:
-        wide = block_m < 128 or out_dtype != torch.float32
-    if decoding and 2 * most_tiles(m, n, num_groups, block_m, 256) <= num_sms:
-        wide = False
-    fp4 = b_format in ("MXFP4", "NVFP4")
-    # 32 tokens of FP4 leave room for three stages of two blocks, 32 of bf16 for two, and 64 of FP4 for two beside an
-    # output of 16 bits and the smallest table of groups; beside the largest one no more than 16 do.
-    most = 0 if is_large_table else 64 if out_dtype != torch.float32 and num_groups <= FEW_GROUPS else 32
-    two_blocks = fp4 and 32 <= block_m <= most and a_format in ("MXFP4", "NVFP4")
+    widest = 32 if is_large_table or "FP8_BLOCK" in (a_format, b_format) else 64 if is_float else 128
+    most = 64 if is_large_table or (a_format, b_format, out_dtype) == _LARGEST else 128
+    fp4 = b_format in _FP4
+    costs, cost_of_half = _COSTS["FP4" if fp4 else "FP8"]
+
+    def time(tile: tuple[int, int]) -> float:
+        block_m, block_n = tile
+        rounds = routed_rounds(m, num_groups, block_m, ceil_div(n, block_n) / num_sms)
+        return rounds * costs[block_m] * (cost_of_half if block_n == 128 else 1)
+
+    least = min(m, most) if num_groups == 1 else 0  # a group alone is not cut: its weights would be read twice
+    sizes = [size for size in costs if least <= size <= most]
+    tiles = [(size, rows) for size in sizes for rows in (256, 128) if rows == 128 or size <= widest]
+    block_m, block_n = min(tiles, key=time)
+    # 32 tokens of FP4 leave room for three stages of two blocks, of bf16 for two, and 64 of FP4 for two beside an output
+    # of 16 bits and the smallest table of groups; beside the largest one no more than 16 do.
+    roomy = num_groups <= FEW_GROUPS and not is_float
+    two_blocks = fp4 and (
+        (block_m == 32 and not is_large_table and (a_format in _FP4 or (a_format == BF16 and roomy)))
+        or (block_m == 64 and roomy and a_format in _FP4)
+    )
     return Sm90Bf16Config(
         a_format,
         b_format,
         block_m=block_m,
-        block_n=256 if wide else 128,
-        num_warpgroups=4 if fp4 and wide and block_m <= 64 else 2,
+        block_n=block_n,
+        num_warpgroups=4 if block_n == 256 and block_m <= (64 if fp4 else 32 if a_format == BF16 else 0) else 2,
         stage_blocks=2 if two_blocks else 0,
         blocked=blocked,
         max_groups=room_for_groups(num_groups),
@@ -163,18 +169,13 @@ def select_config(
     )
 
 
-# Tokens of a tile, and how many a group has then at most on average. A group of more takes several tiles, each of which
-# dequantises the weights anew; one of fewer leaves a part of every instruction idle. Routers that prefer some experts
-# give those many more than the average: of even, drawn and skewed routing these are the tiles whose worst case is best.
-_TOKENS_OF_TILE = ((8, 1.5), (16, 10), (32, 32), (64, 64))
-
-
-def tokens_of_tile(m: int, num_groups: int) -> int:
-    """block_m of a problem: 8 to 128."""
-    if num_groups == 1:
-        return next((size for size, _ in _TOKENS_OF_TILE if m <= size), 128)
-    per_group = m / max(min(num_groups, m), 1)
-    return next((size for size, most in _TOKENS_OF_TILE if per_group <= most), 128)
+_FP4 = ("MXFP4", "NVFP4")
+# By the weights' bits: what a tile costs by its tokens, over one of 8 of as many weight rows, which are dequantised
+# whatever the tokens are; and one of 128 weight rows over one of 256. Fitted to records of picks.
+_COSTS = {
+    "FP4": ({8: 1.0, 16: 1.07, 32: 1.22, 64: 1.56, 128: 2.4}, 0.63),
+    "FP8": ({8: 1.0, 16: 1.05, 32: 1.11, 64: 1.35, 128: 2.15}, 0.6),
+}
 
 
 def fit(

@@ -22,7 +22,7 @@ from padless.kernels.epilogue_launch import (
     staged_columns,
 )
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
-from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, tokens_of_tile
+from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit
 from padless.kernels.sm90_bf16.host import KERNEL, operands
 from padless.layouts import plain_scale
 from padless.runtime.architecture import HOPPER
@@ -88,6 +88,20 @@ def prepare(
 def least_rows(epilogue: Epilogue) -> int:
     """Tokens that a tile needs at least: those that share a column scale."""
     return 8 if epilogue.column_format is None else 128 if epilogue.column_format == FP8_BLOCK else 32
+
+
+# Tokens of a tile, and how many a group has then at most on average. A group of more takes several tiles, each of which
+# dequantises the weights anew; one of fewer leaves a part of every instruction idle. Routers that prefer some experts
+# give those many more than the average: of even, drawn and skewed routing these are the tiles whose worst case is best.
+_TOKENS_OF_TILE = ((8, 1.5), (16, 10), (32, 32), (64, 64))
+
+
+def tokens_of_tile(m: int, num_groups: int) -> int:
+    """block_m of a problem, as far as the epilogue can have it: 8 to 128."""
+    if num_groups == 1:
+        return next((size for size, _ in _TOKENS_OF_TILE if m <= size), 128)
+    per_group = m / max(min(num_groups, m), 1)
+    return next((size for size, most in _TOKENS_OF_TILE if per_group <= most), 128)
 
 
 def select_tile(

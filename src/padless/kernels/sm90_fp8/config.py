@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,9 +121,11 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     estimates: then tiles have at most 128 columns, with which all sizes measured were as fast or up to 3% faster; and
     where K is short as well, what a tile costs beyond its bytes: ``few_rows_tile``.
     """
-    few = few_rows_tile(problem, _PLAIN_TOKENS) if problem.k <= _SHORT_K else None
+    few = few_rows_tile(problem, next((tokens for k, tokens in _PLAIN_TOKENS.items() if problem.k <= k), ()))
     if few is not None:
         return few
+    if problem.k <= _SHORTEST_K and problem.m <= _ROWS_OF_192_COLUMNS * problem.num_groups:
+        return fit_config(Sm90Fp8Config(64, 192), problem)
     costs = cost_table(_KERNEL).costs
     # A float32 tile takes twice the shared memory on its way out, and a table of many groups the place of a stage: the
     # largest would leave two stages.
@@ -135,22 +138,30 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     return Sm90Fp8Config(
         block_m=tile.block_m,
         block_n=tile.block_n,
-        cluster_n=tile.cluster_n,
+        cluster_n=tile.cluster_n if k >= _LEAST_K_OF_PAIRS else 1,
         raster_m=tile.raster_m,
         max_groups=room_for_groups(problem.num_groups),
         out_dtype=problem.out_dtype,
     )
 
 
+# CTAs of a cluster wait for each other where a tile begins and ends: with less of K that costs more than sharing rows
+# saves, 9 to 12% with K 512.
+_LEAST_K_OF_PAIRS = 1024
+
+# Where K is so short that tiles cost more than their bytes, fewer of them, of 192 columns, are up to 10% faster than
+# with few_rows or 128 columns, while groups have no more rows on average.
+_SHORTEST_K, _ROWS_OF_192_COLUMNS = 512, 24
+
 # Tokens of a tile with few_rows, and the most rows that a group has on average with it: where groups have more, tiles of
 # tokens on rows are as fast or faster (docs/kernels/sm90_fp8_few).
-QUANTIZED_TOKENS = ((16, 1.5), (32, 5.0), (64, 12.0))  # of a SwiGLU, whose tiles of tokens on rows come in clusters
-_PLAIN_TOKENS = ((16, 1.5), (32, 2.5))
-_SHORT_K = 2048
+QUANTIZED_TOKENS = ((16, 1.5), (32, 8.0), (64, 12.0))  # of a SwiGLU, whose tiles of tokens on rows come in clusters
+_FEWEST = ((16, 1.5), (32, 2.5))
+_PLAIN_TOKENS = {512: _FEWEST, 1024: ((16, 1.5), (32, 5.0), (64, 16.0)), 2048: _FEWEST}  # by the largest K
 _WIDE_TILES = 12  # of 256 columns a multiprocessor; with fewer the last ones cost more than wide ones save
 
 
-def few_rows_tile(problem: Problem, tokens: tuple[tuple[int, float], ...]) -> Sm90Fp8Config | None:
+def few_rows_tile(problem: Problem, tokens: Sequence[tuple[int, float]]) -> Sm90Fp8Config | None:
     """The tile with few_rows of the least ``tokens`` that suffice for the groups' rows on average; None: none does."""
     m, n, num_groups = problem.m, problem.n, problem.num_groups
     block_m = next((size for size, most in tokens if m <= most * num_groups), None)

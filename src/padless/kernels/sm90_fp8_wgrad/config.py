@@ -114,16 +114,16 @@ def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
 def select_config(problem: WgradProblem) -> WgradConfig:
     """The kernel for a problem: the tile of least estimated time, the larger of equals; for few tokens the smaller."""
     allowed = sorted(blocks_m(problem.mode, problem.out_dtype, problem.accumulate), reverse=True)
-    is_long = problem.tokens >= _LONG * problem.num_groups
+    enough = _LONGER if problem.accumulate and problem.mode == "1d2d" else _LONG
+    is_long = problem.tokens >= enough * problem.num_groups
     is_float = problem.out_dtype == torch.float32
     is_short = is_float and problem.tokens < _FEW * problem.num_groups
     if (problem.accumulate and not is_long) or is_short or problem.num_groups > MANY_GROUPS:
         allowed = [128]  # 256 rows and a large table of groups leave two stages
     block_m = min(allowed, key=lambda block_m: estimated_cycles(problem, block_m))
-    reduced = 2 if problem.accumulate and block_m == 256 else 0
+    reduced = block_m // 128 if problem.accumulate else 0
     fits = ceil_div(problem.k, BLOCK_N) % 2 == 0 and problem.num_sms > 1  # else a CTA has a tile without columns
-    enough = _LONGER if problem.accumulate and problem.mode == "1d2d" else _LONG
-    in_pairs = problem.tokens >= enough * problem.num_groups and fits and block_m == 256
+    in_pairs = is_long and fits and block_m == 256
     tile = WgradConfig(block_m, 0, 1 + in_pairs, 8, problem.mode, 256, problem.out_dtype, problem.accumulate, reduced)
     return fit_config(tile, problem)
 
