@@ -22,9 +22,10 @@ ROOT = Path(__file__).parents[1]
 OF_COMMITS = "kernels.json"  # {record: {kernel: hash}} of records that hold none
 _PLAIN, _WGRAD = ("sm90_bf16_plain_grouped_gemm",), ("sm90_fp8_wgrad", "sm90_bf16_wgrad")
 _FP8 = ("sm90_fp8_grouped_gemm", "sm90_fp8_few_grouped_gemm")
+_LOW_RANK = ("sm90_fp8_grouped_gemm, low rank",)
 _DECODE = (*_FP8, "sm90_bf16_grouped_gemm", "sm90_moe_decode", "sm90_moe_decode_fp4")
 _STEP = (*_FP8, *_PLAIN, *_WGRAD, "sm90_rows_columns", "sm90_swiglu_backward")
-_HOPPER = (*_DECODE, "sm90_mxfp8_grouped_gemm", *_STEP[len(_FP8) :], "sm90_fp4_dgrad")
+_HOPPER = (*_DECODE, "sm90_mxfp8_grouped_gemm", *_STEP[len(_FP8) :], "sm90_fp4_dgrad", *_LOW_RANK)
 # The kernels that a kind of record measures, by the end of its file's name; none: Triton's alone.
 KERNELS: dict[str, tuple[str, ...]] = {
     "layer.jsonl": (*_FP8, "sm90_bf16_grouped_gemm"),
@@ -32,7 +33,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "model.jsonl": _FP8,
     "train.jsonl": _STEP,
     "pretrain.jsonl": _STEP,
-    "adapters.jsonl": (*_STEP, "sm90_bf16_grouped_gemm", "sm90_mxfp8_grouped_gemm", "sm90_fp4_dgrad"),
+    "adapters.jsonl": (*_STEP, "sm90_bf16_grouped_gemm", "sm90_mxfp8_grouped_gemm", "sm90_fp4_dgrad", *_LOW_RANK),
     "ep.jsonl": _FP8,
     "wgrad.jsonl": _WGRAD,
     "paper-full.jsonl": _FP8,
