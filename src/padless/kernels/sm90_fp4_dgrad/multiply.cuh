@@ -83,7 +83,6 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
     Fragments fragments[2];
     static_assert(ROUNDS == 2, "a set of fragments to each");
     const auto wait = [&] {
-        mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
         mbarrier_wait(shared_address(&shared.has_factors[pipeline.stage]), pipeline.phase);
     };
     wait();
@@ -137,7 +136,6 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
 __device__ __forceinline__ void skip_tile(SharedStorage& shared, int stages, int lane,
                                           Pipeline<STAGES>& pipeline) {
     for (int step = 0; step < stages; ++step) {
-        mbarrier_wait(shared_address(&shared.full[pipeline.stage]), pipeline.phase);
         mbarrier_wait(shared_address(&shared.has_factors[pipeline.stage]), pipeline.phase);
         release_stage(shared, pipeline.stage, lane);
         pipeline.advance();

@@ -24,7 +24,7 @@
 //      producer                    scale warps                 consumer warpgroup
 //      --------                    -----------                 ------------------
 //      wait empty[s]  <--------------------------------------- arrive empty[s] after the products of stage s
-//      load --> full[s] (bytes) -> wait full[s] -------------> wait full[s]
+//      load --> full[s] (bytes) -> wait full[s]
 //                                  scales to factors
 //                                  arrive has_factors[s] ----> wait has_factors[s]; codes to fragments; wgmma
 //      (all read the tile queue of device/tile_queue.cuh)
