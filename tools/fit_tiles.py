@@ -66,7 +66,7 @@ def chooses_by_costs(record: Record) -> bool:
 
 
 def problem_of(record: Record, num_sms: int) -> sm90_fp8.Problem:
-    """What the pick is made by."""
+    """Inputs of the choice."""
     p = record["point"]
     return sm90_fp8.Problem(p["rows"], p["n"], p["k"], p["groups"], num_sms=num_sms)
 

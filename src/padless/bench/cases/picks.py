@@ -41,7 +41,7 @@ def measure(problem: PicksProblem, timer: Timer, num_sms: int, unfit: dict[str, 
     """One problem's record: microseconds of the picked configuration and of those that are not hopeless.
 
     first: all that run, by the first calls. gpu: those that are not hopeless. final: the pick and the FINALISTS fastest,
-    by calls of their own; empty where the pick is the fastest. left_out: those that do not compile, with the reason.
+    by further calls; empty where the pick is the fastest. left_out: those that do not compile, with the reason.
     unfit: these reasons by prelude, kept from problem to problem: what does not compile is compiled anew each time.
     """
     pick = picked(problem.point, problem.tokens, num_sms)
@@ -144,7 +144,7 @@ def best_of(record: Record) -> str:
 
 
 def clock_of(record: Record) -> str:
-    """The calls by which a pick is judged: "final", or "gpu" where there are none (in older records, too)."""
+    """The calls by which a pick counts: "final", or "gpu" where there are none (in older records, too)."""
     return "final" if record.get("final") else "gpu"
 
 
