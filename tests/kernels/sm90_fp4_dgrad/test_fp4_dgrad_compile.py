@@ -66,7 +66,7 @@ def test_a_kernel_compiles_into_what_it_should(config: Fp4DgradConfig, tmp_path:
     assert kernel.entry == "padless_sm90_fp4_dgrad"
     assert complaints(kernel) == []
     assert kernel.num_threads == 384
-    assert kernel.num_stages >= 4
+    assert kernel.num_stages >= (3 if config.max_groups == 4096 else 4)  # the table takes the place of a stage
     assert code_complaints(instructions(kernel, tmp_path), config, kernel) == []
 
 
