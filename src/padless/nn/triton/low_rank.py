@@ -192,8 +192,10 @@ def _group_of(ends, row):
 @triton.jit
 def _adapter_of(chosen_ptr, row_tokens_ptr, row, group, per_expert):
     if chosen_ptr is None:
-        return group % per_expert
-    return tl.load(chosen_ptr + tl.load(row_tokens_ptr + row))
+        adapter = group % per_expert
+    else:
+        adapter = tl.load(chosen_ptr + tl.load(row_tokens_ptr + row))
+    return adapter
 
 
 @triton.jit
