@@ -9,16 +9,17 @@ from support.planted_bugs import Bug
 
 FOLDER = "sm90_moe_decode/"
 MAIN = FOLDER + "sm90_moe_decode_fp4.cu"
-STORAGE, ROWS, MULTIPLY, CONSUME = (f"{FOLDER}fp4/{name}.cuh" for name in ("storage", "rows", "multiply", "consume"))
+STORAGE, ROWS, LOAD, MULTIPLY, CONSUME = (
+    f"{FOLDER}fp4/{name}.cuh" for name in ("storage", "rows", "load", "multiply", "consume")
+)
 
 BAR = "bar_sync(CODES_BARRIER, NUM_CONSUMERS);"
 FIRST_HALF = "mma_m16n8k16_bf16(d, a[0], x[0], x[1]);"
 SECOND_HALF = "mma_m16n8k16_bf16(d, a[1], x[2], x[3]);"
-ROUNDED = "__uint_as_float(cvt_bf16x2(0.0f, d[2 + j]))"
-BEGIN, FINISH = (f"product.{call}(d, second, rows + 4 * step_bytes, step_bytes);" for call in ("begin", "finish"))
+ROUNDED = "__uint_as_float(cvt_bf16x2(0.0f, d[2 * g + j]))"
 
 # Waits that do not end trap. Without it the emulator has to go on until it is sure of that.
-IMPATIENT = MoeDecodeFp4Config(gate_rule_of(GPT_OSS), spin_limit=50000)
+IMPATIENT = MoeDecodeFp4Config(gate_rule_of(GPT_OSS), spin_limit=200_000)
 
 BUGS: tuple[Bug, ...] = (
     # ---- from CTA to CTA, and from launch to launch
@@ -40,19 +41,19 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a stage is not waited for",
         ("race", "uninitialised-shared"),
-        ((MULTIPLY, "mbarrier_wait(shared_address(&shared.full[warp][position.stage]), position.phase);", ""),),
+        ((LOAD, "mbarrier_wait(next.full, position_.phase);", ""),),
     ),
     Bug(
         "a stage is asked for behind its loads, before their values are needed",
         ("unread-load",),
-        ((MULTIPLY, BEGIN, ""), (MULTIPLY, FINISH, f"{BEGIN} {FINISH}")),
+        ((MULTIPLY, "BEFORE = 4;", "BEFORE = 3;"),),
         quick=True,
     ),
     Bug("a stage more than there is", ("race",), ((MAIN, "s < stages; ++s) loader", "s <= stages; ++s) loader"),)),
     Bug(
         "routing is not waited for",
         ("race", "uninitialised-shared"),
-        ((MAIN, "mbarrier_wait(routed, 0); WeightLoader", "WeightLoader"),),
+        ((MAIN, "mbarrier_wait(routed, 0); Ring", "Ring"),),
     ),
     # ---- arithmetic
     Bug("scales past the end of K", (), ((MULTIPLY, "4 * b + lane % 4 < columns ? byte : 0", "byte"),)),
@@ -65,7 +66,14 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug("the columns of a pair exchanged", (), ((CONSUME, "upper ? cvt_bf16x2(", "!upper ? cvt_bf16x2("),)),
     Bug("up with gate's bias", (), ((CONSUME, "__fadd_rn(d[3], bias.y)", "__fadd_rn(d[3], bias.x)"),)),
-    Bug("a bias after rounding", (), ((CONSUME, "__fadd_rn(d[2 + j], bias[1])", f"__fadd_rn({ROUNDED}, bias[1])"),)),
-    Bug("scales of another row", (), ((MULTIPLY, "second_scale_row * 16", "first_scale_row * 16"),)),
-    Bug("rows of 32 before", (), ((MULTIPLY, "place / 2 % 4;", "place / 2 % 2;"),)),
+    Bug(
+        "a bias after rounding", (), ((CONSUME, "__fadd_rn(d[2 * g + j], bias[g])", f"__fadd_rn({ROUNDED}, bias[g])"),)
+    ),
+    Bug("scales of another row", (), ((MULTIPLY, "h * Unit::SCALES_OF_ROW", "0"),)),
+    Bug("rows of 32 before", (), ((MULTIPLY, "first / 32 % 4", "first / 32 % 2"),)),
+    Bug("scales that have a second factor are missed", (), ((MULTIPLY, "mxfp4_is_large(any)", "false"),), quick=True),
+    Bug("an octet with the rows of the one before", (), ((MULTIPLY, "read_rows(octet + 1);", "read_rows(octet);"),)),
+    Bug("one block of the last stage is left out", (), ((MULTIPLY, "columns > 4 ?", "columns > 8 ?"),)),
+    Bug("both groups of a unit with the first expert's rows", (), ((CONSUME, "unit.is_paired ? n / 4 : 0", "0"),)),
+    Bug("the second expert's rows from the first column on", (), ((CONSUME, "(unit.is_paired ? 4 * g : 0);", "0;"),)),
 )

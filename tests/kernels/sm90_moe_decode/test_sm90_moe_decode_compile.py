@@ -43,7 +43,7 @@ def test_the_kernel_of_fp4_weights_compiles_into_what_it_should(rule: GateRule |
     opcodes = {line.split()[0] for line in sass}
     assert not [o for o in opcodes if re.match(r"(LDL|STL)\b", o)], "local memory"
     assert {o for o in opcodes if "MMA" in o} == {"HMMA.16816.F32.BF16"}
-    assert {"UTMALDG.5D", "UTMALDG.4D"} <= opcodes
+    assert "UTMALDG.2D" in opcodes
     assert any(o.startswith("LDG.E.128.STRONG.GPU") for o in opcodes), "hidden rows past L1"
     assert any(o.startswith("STG.E.STRONG.GPU") for o in opcodes)
 

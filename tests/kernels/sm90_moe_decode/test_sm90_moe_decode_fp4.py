@@ -25,7 +25,7 @@ STEEP = Activation("swiglu", "alternating", alpha=0.7, up_offset=-0.5)  # no lim
 # experts, H, I, tokens, top_k, kind of ids, activation, biases, shared, multiprocessors, seed
 CASES = [
     pytest.param(3, 160, 96, 2, 2, "any", GPT_OSS, "both", True, 2, 1, id="small"),
-    pytest.param(4, 96, 160, 1, 4, "distinct", PLAIN, "none", False, 3, 2, id="one token, plain"),
+    pytest.param(4, 288, 160, 1, 4, "distinct", PLAIN, "none", False, 3, 2, id="one token, plain"),
     pytest.param(3, 64, 64, 2, 2, "none", GPT_OSS, "both", True, 2, 0, id="no expert"),
     pytest.param(3, 64, 64, 2, 1, "none", GPT_OSS, "both", False, 1, 2, id="no expert, nothing shared"),
     pytest.param(6, 416, 288, 3, 2, "any", GPT_OSS, "both", True, 3, 5, id="more than a stage", marks=SLOW),

@@ -46,6 +46,10 @@ class MoeDecodeFp4Config:
         return cpp_constants(constants, macros=macros) + "".join(f"{line}\n" for line in gate_constants(self.gate_rule))
 
 
+def _row_bytes(k: int) -> int:
+    return 2 * round_up(k, STAGE_K) + 64
+
+
 @dataclass(frozen=True)
 class Fp4LayerShape:
     """tokens x top_k slots, `experts` experts of `h` inputs and outputs and `i` activated columns; `shares`: CTAs."""
@@ -66,8 +70,8 @@ class Fp4LayerShape:
     def stages(self) -> int:
         """Stages of a warp's ring that fit next to rows and results (fp4/storage.cuh, Layout)."""
         slots = self.tokens * self.top_k
-        rows = 2 * max(self.tokens * round_up(self.h, STAGE_K), slots * round_up(self.i, STAGE_K))
-        stripes = -(-(self.h // _UNIT_ROWS) // self.shares)
+        rows = max(self.tokens * _row_bytes(self.h), slots * _row_bytes(self.i))
+        stripes = -(-(self.h // (8 if self.tokens <= 4 else _UNIT_ROWS)) // self.shares)
         left = POOL_BYTES - rows - stripes * slots * _UNIT_ROWS * 2
         return min(left // (_WARPS * _STAGE_BYTES), MOST_STAGES)
 

@@ -19,7 +19,6 @@ from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode_fp4.cu"
 MOST_LOGITS_ROOM = 512  # with more the kernel spills
-_UNIT_ROWS = 16
 _UINT8 = 0  # CUtensorMapDataType
 
 
@@ -82,8 +81,7 @@ def prepare(
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i),
         *(*choice.types, shape.stages, room_of(scratch)),
     )
-    gate_up, stripes = _code_map(w13.data, row_step=2, half_step=1), _code_map(w2.data, row_step=1, half_step=8)
-    maps = (gate_up, stripes, _scale_map(w13), _scale_map(w2))
+    maps = (_code_map(w13.data, 16), _code_map(w2.data, 8), _scale_map(w13, 16), _scale_map(w2, 8))
     arguments: list[Argument] = [driver.encode(spec) for spec in maps]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]
@@ -93,23 +91,18 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, grid, arguments, tensors))
 
 
-def _code_map(codes: torch.Tensor, *, row_step: int, half_step: int) -> TensorMapSpec:
-    """Weights (E, rows, K) by K, 8 rows, 2 halves, units of 16 rows, experts: a copy is 8 rows, then the other 8.
-
-    row_step: from one of the 8 rows to the next; half_step: from the first of a half to that of the other.
-    """
+def _code_map(codes: torch.Tensor, of_copy: int) -> TensorMapSpec:
+    """Weights (E, rows, K) by K and rows of all experts: a copy is so many rows."""
     experts, rows, row_bytes = codes.shape
-    dims = (row_bytes, _UNIT_ROWS // 2, 2, rows // _UNIT_ROWS, experts)
-    strides = tuple(row_bytes * step for step in (row_step, half_step, _UNIT_ROWS, rows))
-    box = (STAGE_K // 2, _UNIT_ROWS // 2, 2, 1, 1)
-    return TensorMapSpec(_UINT8, codes.data_ptr(), dims, strides, box, SWIZZLE_128B)
+    dims, box = (row_bytes, experts * rows), (STAGE_K // 2, of_copy)
+    return TensorMapSpec(_UINT8, codes.data_ptr(), dims, (row_bytes,), box, SWIZZLE_128B)
 
 
-def _scale_map(weights: BlockScaledTensor) -> TensorMapSpec:
-    """Blocked scales by byte of half a tile, half, tile along K, tile of 128 rows: a copy is half a tile a K block."""
+def _scale_map(weights: BlockScaledTensor, of_copy: int) -> TensorMapSpec:
+    """Blocked scales by byte of a tile, and tiles, along K and then along rows: a copy is those of so many rows, and
+    of the rows 32, 64 and 96 further.
+    """
     experts, rows, k = weights.logical_shape
-    along_k, half = ceil_div(ceil_div(k, 32), 4), TILE_BYTES // 2
-    dims = (half, 2, along_k, experts * ceil_div(rows, 128))
-    strides = (half, TILE_BYTES, along_k * TILE_BYTES)
-    box = (half, 1, STAGE_K // 128, 1)
-    return TensorMapSpec(_UINT8, weights.scale.data_ptr(), dims, strides, box)
+    tiles = experts * ceil_div(rows, 128) * ceil_div(k, 128)
+    box = (of_copy * 16, STAGE_K // 128)
+    return TensorMapSpec(_UINT8, weights.scale.data_ptr(), (TILE_BYTES, tiles), (TILE_BYTES,), box)

@@ -59,6 +59,7 @@ using uint64_t = unsigned long long;
 #include "sm90_moe_decode/choose.cuh"
 #include "sm90_moe_decode/route.cuh"
 #include "sm90_moe_decode/share.cuh"
+#include "sm90_moe_decode/divisor.cuh"
 #include "sm90_moe_decode/load.cuh"
 #include "sm90_moe_decode/codes.cuh"
 #include "sm90_moe_decode/multiply.cuh"

@@ -15,8 +15,8 @@
 // Work. What bounds such a layer is, next to its bytes, making bf16 of the codes: 17 instructions for eight codes, as many for one
 // token as for eight. So every warp converts on its own and multiplies with mma.sync: it waits for no other warp, and the work
 // comes in units of 16 weight rows that are shared out evenly over all warps of all CTAs. In the first product a unit is 8
-// activated columns of an expert, in the second 16 columns of the result with one. A CTA has all experts of a stripe of 16
-// columns, so that a token's slots are added in its shared memory.
+// activated columns of an expert, in the second 16 columns of the result with one, or 8 with two. A CTA has all experts of a
+// stripe of as many columns, so that a token's slots are added in its shared memory.
 //
 // Roles. Consumer warps, each with a ring of stages of 16 rows x 256 codes and their scales, which it fills itself; a warp that
 // routes, and a thread that takes shares of the work (route.cuh and share.cuh of sm90_moe_decode). Rings run on into the second
@@ -38,6 +38,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/strong_memory.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/tma_evict_first.cuh"
+#include "device/ptx/wgmma.cuh"  // pin_register
 
 // In this order: later ones use earlier ones.
 #include "device/ptx/conversion.cuh"
@@ -54,6 +55,7 @@ using uint64_t = unsigned long long;
 #include "sm90_moe_decode/choose.cuh"
 #include "sm90_moe_decode/route.cuh"
 #include "sm90_moe_decode/share.cuh"
+#include "sm90_moe_decode/divisor.cuh"
 #include "sm90_moe_decode/fp4/rows.cuh"
 #include "sm90_moe_decode/fp4/load.cuh"
 #include "sm90_moe_decode/fp4/multiply.cuh"
@@ -95,27 +97,33 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_moe_de
 
     const Layout layout(shared, problem);
     const uint32_t routed = shared_address(&shared.routed);
-    if (warp == SHARE_WARP) {
-        if (lane == 0) take_shares(shared, problem);
-    } else if (warp == ROUTER_WARP) {
-        route(shared, problem, lane);
-        if (lane == 0) mbarrier_arrive(routed);
-        mbarrier_wait(routed, 0);
-        clear_old_rows(shared, problem, lane);
+    if (warp >= NUM_CONSUMER_WARPS) {
+        setmaxnreg_dec<OTHER_REGISTERS>();
+        if (warp == SHARE_WARP) {
+            if (lane == 0) take_shares(shared, problem);
+        } else if (warp == ROUTER_WARP) {
+            route(shared, problem, lane);
+            if (lane == 0) mbarrier_arrive(routed);
+            mbarrier_wait(routed, 0);
+            clear_old_rows(shared, problem, lane);
+        }
     } else {
+        setmaxnreg_inc<CONSUMER_REGISTERS>();
         const WeightMaps maps{map_w13, map_w2, map_w13_scale, map_w2_scale};
 #ifdef LOGITS_ROOM
         choose_experts(shared, problem, warp, lane);
 #endif
-        fill_x(problem, layout, warp, lane);
-        bar_sync(CODES_BARRIER, NUM_CONSUMERS);
+        const UnitDivisors by(problem);
+        fill_x(problem, layout, threadIdx.x);
         mbarrier_wait(routed, 0);
-        WeightLoader loader(shared, problem, layout, maps, warp, lane);
-        for (int s = 0; s < stages; ++s) loader.load_stage();
-        Consumer consumer{shared, problem, layout, loader, warp, lane};
+        Ring ring(shared, problem, layout, warp);
+        WeightLoader loader(shared, problem, by, maps, warp, lane);
+        for (int s = 0; s < stages; ++s) loader.load_stage(ring.stage(s));
+        bar_sync(CODES_BARRIER, NUM_CONSUMERS);  // rows of x are there
+        Consumer consumer{shared, problem, by, layout, loader, ring, warp, lane};
         first_product(consumer);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);  // rows of x are read no more
-        fill_hidden(shared, problem, layout, warp, lane);
+        fill_hidden(shared, problem, layout, threadIdx.x);
         bar_sync(CODES_BARRIER, NUM_CONSUMERS);
         second_product(consumer);
     }

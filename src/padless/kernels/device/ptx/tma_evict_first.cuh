@@ -3,6 +3,15 @@
 
 constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
 
+__device__ __forceinline__ void tma_load_2d_evict_first(const TensorMap& map, uint32_t destination,
+                                                        uint32_t barrier, int c0, int c1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4}], [%2], %5;" ::"r"(destination),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(EVICT_FIRST)
+        : "memory");
+}
+
 __device__ __forceinline__ void tma_load_3d_evict_first(const TensorMap& map, uint32_t destination,
                                                         uint32_t barrier, int c0, int c1, int c2) {
     asm volatile(
