@@ -2,8 +2,8 @@
 
     torchtitan's command line: --override.imports padless.integrations.torchtitan.fp8_experts
 
-Parameters and sharding stay. GroupedExperts are computed by `padless.nn.experts_of_rows`; an experts module with a
-forward of its own (gpt-oss') keeps it, and its products are `padless.autograd.grouped_linear`. docs/frameworks.md
+Parameters and sharding stay. GroupedExperts are computed by `padless.nn.experts_of_rows`; an experts module with
+another forward (gpt-oss') keeps it, and its products are `padless.autograd.grouped_linear`. docs/frameworks.md
 describes it.
 """
 
@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 try:
     import torchtitan as _torchtitan  # noqa: F401
@@ -25,6 +24,7 @@ except ModuleNotFoundError as error:
         "padless.integrations.torchtitan needs torchtitan 0.3: pip install 'padless[torchtitan]'"
     ) from error
 
+from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ int word_of_pair(int round, int pair) {
 
 // A scale warp: the factors of round `round` of every stage, from scales in shared memory and back to it. A word has the factors
 // of two neighbouring rows of the weights, as a word of the A operand has their values. Scales of rows that do not exist count
-// as 0; those of columns that do not exist are of values that nobody stores.
+// as 0; those of columns that do not exist are of values that are not stored.
 __device__ __forceinline__ void write_factors(SharedStorage& shared, const Problem& problem, int round,
                                               int lane) {
     constexpr int LANE_WORDS = ROUND_N / 2 * SCALE_COLUMNS / 32;
