@@ -24,7 +24,6 @@ except ModuleNotFoundError as error:
         "padless.integrations.torchtitan needs torchtitan 0.3: pip install 'padless[torchtitan]'"
     ) from error
 
-from torch.distributed.tensor import DTensor
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -80,9 +79,8 @@ def padless_experts(base: Any) -> Any:
 
         def forward(self: Any, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
             """Rows x_RD (R, D) sorted by expert, and counts (E,); (R, D) in x_RD's dtype."""
-            w1, w2, w3 = (
-                w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-            )
+            weights: Any = (self.w1_EFD, self.w2_EDF, self.w3_EFD)  # DTensors, where they are sharded
+            w1, w2, w3 = (w.to_local() if hasattr(w, "to_local") else w for w in weights)
             return of_three(w1, w2, w3, x_RD.bfloat16(), num_tokens_per_expert_E, self.recipe).type_as(x_RD)
 
         PadlessGroupedExperts.forward = forward  # type: ignore[method-assign]
