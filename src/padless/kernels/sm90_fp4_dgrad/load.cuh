@@ -12,7 +12,8 @@ __device__ __forceinline__ void load_scales(const TensorMap& map_scales, uint32_
         // The map's rows are half tiles.
         tma_load_2d(map_scales, to, full, 0, 2 * (row_tile * column_tiles + column / TILE_COLUMNS));
     } else {
-        tma_load_3d(map_scales, to, full, column / SCALE_ROW_BYTES * SCALE_ROW_BYTES, step * BLOCK_N, tile.group);
+        tma_load_3d(map_scales, to, full, column / SCALE_ROW_BYTES * SCALE_ROW_BYTES, step * BLOCK_N,
+                    tile.group);
     }
 }
 
@@ -102,11 +103,12 @@ __device__ __forceinline__ void write_factors(SharedStorage& shared, const Probl
                 if (is_large) {  // hardly ever
 #pragma unroll
                     for (int i = 0; i < LANE_WORDS; ++i)
+                        // clang-format off: records know the kernel by its text
                         st_shared_u32(shared_address(
-                                          &shared.second_factors[stage][column][word_of_pair(
-                                              round, first_pair + i * PAIR_STEP)]),
-                                      prmt(mxfp4_second_factor(bytes[i][0]),
-                                           mxfp4_second_factor(bytes[i][1]), 0x5410));
+                            &shared.second_factors[stage][column][word_of_pair(
+                                round, first_pair + i * PAIR_STEP)]),
+                            prmt(mxfp4_second_factor(bytes[i][0]), mxfp4_second_factor(bytes[i][1]), 0x5410));
+                    // clang-format on
                 }
                 if (lane == 0) st_shared_u32(shared_address(&shared.is_large[stage][round]), is_large);
             }

@@ -119,7 +119,8 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
             }
             wgmma_wait_group<1>();  // the last round's fragments have been read
             if (round == 0 && step != 0) release_stage(shared, before, lane);
-            codes.make_fragments(fragments[(round + 1) % ROUNDS], code_lane, pipeline.stage, (round + 1) % ROUNDS);
+            codes.make_fragments(fragments[(round + 1) % ROUNDS], code_lane, pipeline.stage,
+                                 (round + 1) % ROUNDS);
         }
         before = stage;
     }

@@ -108,12 +108,13 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
+// clang-format off: records know the kernel by its text
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    padless_sm90_fp4_dgrad(const __grid_constant__ TensorMap map_rows,
-                           const __grid_constant__ TensorMap map_codes,
-                           const __grid_constant__ TensorMap map_scales,
-                           const __grid_constant__ TensorMap map_d, const float* global_scales, int global_stride, const int* offs, int m, int n, int k,
+    padless_sm90_fp4_dgrad(const __grid_constant__ TensorMap map_rows, const __grid_constant__ TensorMap map_codes,
+                           const __grid_constant__ TensorMap map_scales, const __grid_constant__ TensorMap map_d,
+                           const float* global_scales, int global_stride, const int* offs, int m, int n, int k,
                            int num_groups, int counter) {
+    // clang-format on
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{global_scales, global_stride, n, k};

@@ -12,8 +12,9 @@ constexpr int WARPGROUP_COLUMNS = BLOCK_COLUMNS / NUM_MMA_WARPGROUPS;
 constexpr int M64S = WARPGROUP_COLUMNS / WGMMA_M;
 constexpr int NUM_THREADS = 128 * (NUM_MMA_WARPGROUPS + 1);
 constexpr int CONSUMER_REGISTERS = 224, PRODUCER_REGISTERS = 56;
-constexpr int NUM_SCALE_WARPS = 2;  // one for each round of a stage
-constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_SCALE_WARPS;  // with the producer
+// A scale warp has a round of each stage; the producer reads tiles too.
+constexpr int NUM_SCALE_WARPS = 2;
+constexpr int NUM_TILE_READERS = NUM_CONSUMER_WARPS + 1 + NUM_SCALE_WARPS;
 static_assert(BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "rows");
 static_assert(is_fp4(FORMAT), "two codes a byte");
 static_assert(M64S == 2, "the four codes of a lane in an ldmatrix are its rows of two m64s");
