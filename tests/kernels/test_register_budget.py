@@ -30,6 +30,8 @@ from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_fp8.host_quant import LowRankConfig
 from padless.kernels.sm90_fp8_wgrad import host as wgrad
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
+from padless.kernels.sm90_moe_decode import host_fp4 as decode_fp4
+from padless.kernels.sm90_moe_decode.config_fp4 import MoeDecodeFp4Config
 from padless.kernels.sm90_mxfp8 import host as sm90_mxfp8
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
 from padless.kernels.sm100_grouped import host as sm100_grouped
@@ -65,6 +67,7 @@ CONFIGS = {
     bf16_plain.KERNEL: [Bf16PlainConfig(block_n=128), Bf16PlainConfig(block_n=256)],
     bf16_wgrad.KERNEL: [Bf16WgradConfig(block_n=128), Bf16WgradConfig(block_n=256)],
     fp4_dgrad.KERNEL: [Fp4DgradConfig("MXFP4"), Fp4DgradConfig("NVFP4", block_m=32)],
+    decode_fp4.KERNEL: [MoeDecodeFp4Config(), MoeDecodeFp4Config(logits_room=128)],
     sm100_grouped.KERNEL: [Sm100GroupedConfig(kind="FP8_BLOCK", mma_n=n) for n in (128, 256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]
@@ -102,7 +105,7 @@ def test_what_the_warps_ask_for_fits(kernel: str, i: int) -> None:
 def test_every_kernel_with_setmaxnreg_is_listed() -> None:
     using = {name for name, text in jit.sources().items() if name.endswith(".cu") and "setmaxnreg_inc<" in text}
     assert using == set(CONFIGS)
-    others = {wgrad.KERNEL, bf16_wgrad.KERNEL, fp4_dgrad.KERNEL, FEW.source}
+    others = {wgrad.KERNEL, bf16_wgrad.KERNEL, fp4_dgrad.KERNEL, decode_fp4.KERNEL, FEW.source}
     assert using <= {path.kernel for path in (*ROUTES, *PLAIN_ROUTES)} | others
 
 

@@ -206,8 +206,10 @@ CODE_CASES = [
     Sm90Fp8Config(),
     Sm90Fp8Config(block_n=192),
     Sm90Fp8Config(block_n=64),
+    Sm90Fp8Config(block_m=256),
     Sm90Fp8Config(block_m=256, cluster_n=2),
     Sm90Fp8Config(block_m=64, block_n=64),
+    Sm90Fp8Config(block_m=64, block_n=192),
     Sm90Fp8Config(block_m=64, block_n=192, cluster_n=2, store="pool"),
     Sm90Fp8Config(store="pool", out_dtype=torch.float16),
     Sm90Fp8Config(scales="k", scale_window_k_blocks=56),
@@ -260,7 +262,7 @@ def test_another_kernels_code_is_seen(
 GLU = Epilogue(activation="swiglu", gate_up="concatenated", row_format=FP8_BLOCK)
 QUANT_CASES = {
     "SwiGLU-256x128x2": QuantConfig(Sm90Fp8Config(block_m=256, cluster_n=2), GLU),
-    "SwiGLU-128x128": QuantConfig(Sm90Fp8Config(), GLU),
+    "SwiGLU-128x128x2": QuantConfig(Sm90Fp8Config(cluster_n=2), GLU),
     "rows-128x128": QuantConfig(Sm90Fp8Config(), Epilogue(row_format=FP8_BLOCK)),
     "columns-256x128": QuantConfig(Sm90Fp8Config(block_m=256), Epilogue(column_format=FP8_BLOCK)),
 }
