@@ -26,7 +26,7 @@ from padless.verify.bf16 import fuzz as plain
 from padless.verify.checks import Check, Comparison, small_of
 from padless.verify.emulator.kernels import settings_of
 from padless.verify.emulator.products import cost, emulate
-from padless.verify.fuzz import training
+from padless.verify.fuzz import input_gradients, training
 from padless.verify.fuzz.judge import Judge
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.product_lines import EMULATED
@@ -64,7 +64,13 @@ def test_other_processes_can_be_given_every_rehearsal(gpu: Gpu, against_emulator
 SLOW = ("accuracy", "repeats agree", "chains", "training layer")
 # A part of so many, without the reference of the tensor core's arithmetic, which is slow. "two devices" is made of the
 # others.
-PARTS = {"weight gradients": 48, "bf16 weight gradients": 48, "bf16 products": 48, "layers in one launch": 9}
+PARTS = {
+    "weight gradients": 48,
+    "bf16 weight gradients": 48,
+    "bf16 products": 48,
+    "layers in one launch": 9,
+    "FP4 input gradients": 48,
+}
 LOOKED_AT = [name for name in jobs_of(H200) if name != "two devices"]
 
 
@@ -79,7 +85,7 @@ def test_all_but_tritons_own_checks_are_rehearsed(gpu: Gpu) -> None:
 )
 def test_a_check_that_is_looked_at_asks_for_what_its_rehearsal_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check with everything that it is compared with, where nothing runs."""
-    for case in (training.Wgrad, plain.Wgrad, plain.Product):
+    for case in (training.Wgrad, plain.Wgrad, plain.Product, input_gradients.InputGradient):
         monkeypatch.setattr(case, "reference", lambda self: torch.zeros_like(self.run(self.operands)))
     judge, check = Judge(), jobs_of(H200)[name]
     parts = PARTS.get(name, 1)
