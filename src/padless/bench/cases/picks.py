@@ -3,9 +3,9 @@
 A problem is a product of one of ten models' experts, or its weight gradient, of 1 to 16384 tokens that are routed
 evenly, as drawn, or to few experts. Every legal configuration is called once over NaN and must give the bits of the
 picked one; two timed calls in turns leave those that are no more than HOPELESS slower than the fastest, and the picked
-one, and further calls in turns give their times. The fastest of many equal ones is fast by chance (the median of five
-calls of 30 us is off by 1%, of 200 us by 0.5%): where the pick is not the fastest, it and the fastest few are called
-again, more often, and these calls alone say how far behind it is.
+one, and further calls in turns give their times. Medians have an error (of five calls of 30 us 1%, of 200 us 0.5%), and
+the least of many medians is one with a large error: where the pick is not the fastest, it and the fastest few are called
+again, more often, and only these calls say how far behind it is.
 """
 
 from __future__ import annotations

@@ -149,12 +149,12 @@ class _Tile(NamedTuple):
 
 
 def _down_tile(rows: int, groups: int, block_r: int, chosen: Chosen) -> _Tile:
-    live = 1 if chosen[0] is not None else _live_rows(rows, 1, groups)
+    live = _live_rows(rows, 1, groups, chosen)
     return _Tile(live, min(_COLUMNS, 8192 // block_r), 2 if block_r == 16 else 4)
 
 
 def _up_tile(rows: int, blocks: int, groups: int, chosen: Chosen) -> _Tile:
-    live = 1 if chosen[0] is not None else _live_rows(rows, blocks, groups)
+    live = _live_rows(rows, blocks, groups, chosen)
     return _Tile(live, _COLUMNS, 8 if live == _ROWS else 4)
 
 
@@ -163,8 +163,10 @@ def _programmatic(rows: int, device: torch.device, *, is_behind_product: bool) -
     return programmatic(device) if rows <= _FEW_ROWS else {"PROGRAMMATIC": 0}
 
 
-def _live_rows(rows: int, blocks: int, groups: int) -> int:
-    """Rows of a program, a power of two: the more, the less is read of factors."""
+def _live_rows(rows: int, blocks: int, groups: int, chosen: Chosen) -> int:
+    """Rows of a program, a power of two: the more, the less is read of factors. One, where each looks its adapter up."""
+    if chosen[0] is not None:
+        return 1
     wanted = min(_ROWS, rows * blocks // _PROGRAMS, rows // (2 * groups))
     return 1 << max(wanted.bit_length() - 1, 0)
 

@@ -20,14 +20,12 @@ from padless.reference.bf16 import grouped_gemm_plain_reference, grouped_gemm_wg
 from padless.testing.gradients import Rows, padded_rows, permuted_rows, poisoned_rows
 from padless.verify.fuzz import products
 from padless.verify.fuzz.case import Change, ends_of, judge_case, whole
-from padless.verify.fuzz.judge import FLOAT32_PRECISION
+from padless.verify.fuzz.judge import BF16_PRECISION
 from padless.verify.fuzz.operands import Operand, among_nan
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.training import Gradient, gradient_properties
 
-# The tensor core keeps 25 fractional bits of the largest of 16 products, the reference float64.
-_PRECISION = FLOAT32_PRECISION._replace(floor=2.0**-126)
 _TILES = ((256, 1), (128, 1), (256, 2))  # block_n and piece_slabs
 # M, N and K differ everywhere; K of every length of a last step; groups of 0, 1, 127, 129 rows; more tiles than CTAs.
 _PRODUCTS: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
@@ -109,7 +107,7 @@ class Product(products.Product):
         return Bf16PlainConfig(block_n=block_n, piece_slabs=slabs, out_dtype=self.dtype)
 
     def near(self, out: torch.Tensor) -> None:
-        self.place.judge.product("float64", out, self.exact, _PRECISION)
+        self.place.judge.product("float64", out, self.exact, BF16_PRECISION)
 
     def reference(self) -> torch.Tensor:
         how, p = "tensor_core" if self.place.has_kernels else "float64", self.operands
@@ -245,7 +243,7 @@ class Wgrad(Gradient):
     def near(self, out: torch.Tensor) -> None:
         (rows,) = self.operands
         for group, (start, end) in enumerate(rows.groups):
-            self.near_product(out[group], rows.dy[start:end].double().t(), rows.x[start:end].double(), _PRECISION)
+            self.near_product(out[group], rows.dy[start:end].double().t(), rows.x[start:end].double(), BF16_PRECISION)
 
     def reference(self) -> torch.Tensor:
         (rows,) = self.operands

@@ -23,8 +23,6 @@ from padless.verify.fuzz.case import Change, ends_of, judge_case, whole
 from padless.verify.fuzz.operands import Operand
 from padless.verify.fuzz.problem import Draw, Options
 
-# The tensor core keeps 25 fractional bits of the largest of 16 products, the reference float64.
-_PRECISION = judging.FLOAT32_PRECISION._replace(floor=2.0**-126)
 # Rows, rows past the last group, columns of the result, terms of a sum: tails of both, groups of 0, 1, 127, 129 rows,
 # more tiles than CTAs.
 _SHAPES: tuple[tuple[tuple[int, ...], int, int, int], ...] = (
@@ -96,7 +94,7 @@ class InputGradient(products.Product):
         return judging.exact_grouped(self.a.values, self.b.values.mT, self.spans)
 
     def near(self, out: torch.Tensor) -> None:
-        self.place.judge.product("float64", out, self.exact, _PRECISION)
+        self.place.judge.product("float64", out, self.exact, judging.BF16_PRECISION)
 
     def reference(self) -> torch.Tensor:
         how = "tensor_core" if self.place.has_kernels else "float64"

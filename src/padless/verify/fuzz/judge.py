@@ -39,6 +39,8 @@ class Precision(NamedTuple):
 FP8_PRECISION = Precision(2.0**-8, 2.0**-9)
 # At least 24 bits of the largest, truncated toward zero with every one of some hundred additions: 2^-17 of all.
 FLOAT32_PRECISION = Precision(2.0**-17, 2.0**-14)
+# Of bf16 values: the tensor core keeps 25 fractional bits of the largest of 16 products, the reference float64.
+BF16_PRECISION = FLOAT32_PRECISION._replace(floor=2.0**-126)
 
 
 def precision_of(fp8: bool) -> Precision:
