@@ -17,7 +17,7 @@ AWAITS_FACTORS = "mbarrier_wait(shared_address(&shared.has_factors[pipeline.stag
 STAGED = """    fence_proxy_async_shared();
     bar_sync(1 + warpgroup, 128);"""
 GIVEN_BACK = """wgmma_wait_group<1>();  // the last round's fragments have been read
-            if (round == 0 && step != 0) release_stage(shared, before, lane);"""
+            if (round == 0 && step != 0) release_stage(shared, before);"""
 
 BUGS: tuple[Bug, ...] = (
     # --- which code, which scale
@@ -102,7 +102,7 @@ BUGS: tuple[Bug, ...] = (
             (
                 MULTIPLY,
                 GIVEN_BACK,
-                "if (round == 0 && step != 0) release_stage(shared, before, lane); wgmma_wait_group<1>();",
+                "if (round == 0 && step != 0) release_stage(shared, before); wgmma_wait_group<1>();",
             ),
         ),
     ),
@@ -127,7 +127,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a skipped tile keeps its stages",
         ("deadlock",),
-        ((MULTIPLY, "release_stage(shared, pipeline.stage, lane);", ""),),
+        ((MULTIPLY, "release_stage(shared, pipeline.stage);", ""),),
     ),
     Bug(
         "a skipped tile is released before it has come",

@@ -103,12 +103,10 @@ __device__ __forceinline__ void write_factors(SharedStorage& shared, const Probl
                 if (is_large) {  // hardly ever
 #pragma unroll
                     for (int i = 0; i < LANE_WORDS; ++i)
-                        // clang-format off: records know the kernel by its text
-                        st_shared_u32(shared_address(
-                            &shared.second_factors[stage][column][word_of_pair(
+                        st_shared_u32(
+                            shared_address(&shared.second_factors[stage][column][word_of_pair(
                                 round, first_pair + i * PAIR_STEP)]),
                             prmt(mxfp4_second_factor(bytes[i][0]), mxfp4_second_factor(bytes[i][1]), 0x5410));
-                    // clang-format on
                 }
                 if (lane == 0) st_shared_u32(shared_address(&shared.is_large[stage][round]), is_large);
             }

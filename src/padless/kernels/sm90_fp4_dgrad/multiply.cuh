@@ -64,9 +64,9 @@ struct Codes {
     }
 };
 
-__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, int lane) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[stage]));
+// Every lane says for itself that it has read the stage: no lane waits for its warp.
+__device__ __forceinline__ void release_stage(SharedStorage& shared, int stage) {
+    mbarrier_arrive(shared_address(&shared.empty[stage]));
 }
 
 // Consumer: d = this warpgroup's columns of a tile of at most ROWS rows, before the global scale. The products of a round run
@@ -74,7 +74,7 @@ __device__ __forceinline__ void release_stage(SharedStorage& shared, int stage, 
 // (Making it at the top of the loop, with products under way, has ptxas serialise all of them: C7513.)
 template <int ROWS>
 __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
-                                              const CodeLane& code_lane, int stages, int lane,
+                                              const CodeLane& code_lane, int stages,
                                               Pipeline<STAGES>& pipeline) {
     // The shuffle tells the compiler that all lanes agree, so that the descriptors live in uniform registers.
     const uint32_t rows_stage_0 = __shfl_sync(0xffffffff, descriptor_low(shared_address(shared.rows)), 0);
@@ -118,7 +118,7 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
                 }
             }
             wgmma_wait_group<1>();  // the last round's fragments have been read
-            if (round == 0 && step != 0) release_stage(shared, before, lane);
+            if (round == 0 && step != 0) release_stage(shared, before);
             codes.make_fragments(fragments[(round + 1) % ROUNDS], code_lane, pipeline.stage,
                                  (round + 1) % ROUNDS);
         }
@@ -130,15 +130,14 @@ __device__ __forceinline__ void multiply_tile(float (&d)[M64S][BLOCK_M / 2], Sha
 #pragma unroll
         for (int i = 0; i < ROWS / 2; ++i) pin_register(d[u][i]);
     }
-    release_stage(shared, before, lane);
+    release_stage(shared, before);
 }
 
 // Consumer: a tile that has no column of this warpgroup.
-__device__ __forceinline__ void skip_tile(SharedStorage& shared, int stages, int lane,
-                                          Pipeline<STAGES>& pipeline) {
+__device__ __forceinline__ void skip_tile(SharedStorage& shared, int stages, Pipeline<STAGES>& pipeline) {
     for (int step = 0; step < stages; ++step) {
         mbarrier_wait(shared_address(&shared.has_factors[pipeline.stage]), pipeline.phase);
-        release_stage(shared, pipeline.stage, lane);
+        release_stage(shared, pipeline.stage);
         pipeline.advance();
     }
 }

@@ -69,7 +69,7 @@ __device__ __forceinline__ void make_tile(float (&d)[M64S][BLOCK_M / 2], SharedS
     float factor = 1.0f;  // on its way meanwhile
     if constexpr (FORMAT == FORMAT_NVFP4)
         factor = __ldg(problem.global_scales + tile.group * problem.global_stride);
-    multiply_tile<ROWS>(d, shared, code_lane, problem.n_stages(), lane, pipeline);
+    multiply_tile<ROWS>(d, shared, code_lane, problem.n_stages(), pipeline);
     release();
     if constexpr (FORMAT == FORMAT_NVFP4) {
 #pragma unroll
@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     };
     while (reader.next(tile, lane)) {
         if (tile.column + warpgroup * WARPGROUP_COLUMNS >= problem.k) {
-            skip_tile(shared, problem.n_stages(), lane, pipeline);
+            skip_tile(shared, problem.n_stages(), pipeline);
             release();
         } else if (BOX_ROWS == BLOCK_M || tile.rows <= BOX_ROWS) {
             make_tile<BOX_ROWS>(d, shared, problem, map_d, tile, code_lane, warpgroup, warp, lane, pipeline,
@@ -108,13 +108,11 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     if (warp == 0 && lane == 0) cp_async_bulk_wait_group_all();
 }
 
-// clang-format off: records know the kernel by its text
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    padless_sm90_fp4_dgrad(const __grid_constant__ TensorMap map_rows, const __grid_constant__ TensorMap map_codes,
-                           const __grid_constant__ TensorMap map_scales, const __grid_constant__ TensorMap map_d,
-                           const float* global_scales, int global_stride, const int* offs, int m, int n, int k,
-                           int num_groups, int counter) {
-    // clang-format on
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp4_dgrad(
+    const __grid_constant__ TensorMap map_rows, const __grid_constant__ TensorMap map_codes,
+    const __grid_constant__ TensorMap map_scales, const __grid_constant__ TensorMap map_d,
+    const float* global_scales, int global_stride, const int* offs, int m, int n, int k, int num_groups,
+    int counter) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{global_scales, global_stride, n, k};
@@ -131,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
             prefetch_tensormap(map_d);
             for (int s = 0; s < STAGES; ++s) {
                 mbarrier_init(shared_address(&shared.full[s]), 1);
-                mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
+                mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS * 32);
                 mbarrier_init(shared_address(&shared.has_factors[s]), NUM_SCALE_WARPS * 32);
             }
             fence_mbarrier_init();
