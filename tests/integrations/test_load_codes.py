@@ -20,7 +20,8 @@ from torch import nn
 
 from padless import FP8_BLOCK, MXFP4, moe, quantize
 from padless.integrations import weights
-from padless.integrations.codes import load_codes, refresh
+from padless.integrations.codes import load_codes, refresh, repack
+from padless.layouts import to_repacked
 from padless.nn import ExpertCodes, expert_codes
 from padless.nn.recipe import RECIPES
 from support import sglang_seam, vllm_seam
@@ -86,12 +87,12 @@ def running(engine: str, of: EngineLayer, drawn: Layer, **biases: Any) -> Any:
     seam = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
     activation = importlib.import_module("vllm.model_executor.layers.fused_moe.activation").MoEActivation
     named = {"w1_bias": biases.get("bias13"), "w2_bias": biases.get("bias2")}
-    if w13.dtype == torch.uint8:
+    if w13.dtype in (torch.uint8, torch.int32):
         quant = seam.mxfp4_w4a16_moe_quant_config(w1_scale=scale13, w2_scale=scale2, **named)
     else:
         quant = seam.fp8_w8a8_moe_quant_config(w1_scale=scale13, w2_scale=scale2, block_shape=[128, 128], **named)
     experts = importlib.import_module("padless.integrations.vllm.experts").PadlessExperts(None, quant)
-    kind = activation.SWIGLUOAI if w13.dtype == torch.uint8 else activation.SILU
+    kind = activation.SWIGLUOAI if w13.dtype in (torch.uint8, torch.int32) else activation.SILU
 
     def run() -> torch.Tensor:
         out = torch.full_like(drawn.x, float("nan"))
@@ -145,9 +146,9 @@ def test_copies_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
         call, cache = running("vllm", of, drawn, bias13=biases[0], bias2=biases[1])
         call()
         kept = parts(cache._weights)
-        assert cache._weights.w2.scale_layout == "blocked"
+        assert cache._weights.w13.scale_layout == cache._weights.w2.scale_layout == "blocked"
         shared = {t.data_ptr() for t in of.tensors}
-        assert sum(t.data_ptr() not in shared for t in kept) == 3, "tiles and two biases"
+        assert sum(t.data_ptr() not in shared for t in kept) == 4, "tiles of both and two biases"
         for t in of.tensors[1::2]:  # the engine's own loader, through .data: nothing is counted
             t.data.copy_(torch.randint(118, 124, t.shape, dtype=torch.uint8))
         stale = call()
@@ -165,6 +166,39 @@ def test_copies_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
         refresh(biases[1])
         assert torch.equal(cache._weights.bias2, biases[1].float())
         assert cache._weights.bias2.data_ptr() == kept[-1].data_ptr()
+
+
+def test_repacked_codes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's MXFP4 experts: the bits stay, a trainer's codes are repacked, and a state dict has them as they were."""
+    monkeypatch.setattr(weights, "is_on_gpu", lambda t: True)
+    drawn = draw_layer((MXFP4, torch.bfloat16), tokens=20, h=160, i=160)
+    codes = mxfp4_codes(1)
+    with vllm_seam.in_place():
+        of = EngineLayer(replace(drawn, w13=mxfp4_codes(0).w13, w2=mxfp4_codes(0).w2), MXFP4_NAMES)
+        before = {name: t.clone() for name, t in of.state_dict().items()}
+        want = running("vllm", of, drawn)[0]()
+        assert repack(of) is of
+        assert of.w13_weight.dtype == of.w2_weight.dtype == torch.int32
+        call, cache = running("vllm", of, drawn)
+        assert torch.equal(call(), want)
+        assert cache._weights.w13.data.data_ptr() == of.w13_weight.data_ptr(), "no copy of the codes"
+        after = of.state_dict()
+        assert {name for name, t in before.items() if torch.equal(t, after[name]) and t.dtype == after[name].dtype} == {
+            *MXFP4_NAMES
+        }
+        kept = parts(cache._weights)
+        load_codes(of, codes)
+        other = running("vllm", EngineLayer(replace(drawn, w13=codes.w13, w2=codes.w2), MXFP4_NAMES), drawn)[0]
+        assert torch.equal(call(), other())
+        assert not torch.equal(call(), want)
+        assert [t.data_ptr() for t in parts(cache._weights)] == [t.data_ptr() for t in kept]
+    with pytest.raises(RuntimeError, match="size mismatch"):  # what another loader writes
+        of.load_state_dict(before)
+    assert torch.equal(of.w2_weight.view(torch.uint8), to_repacked(codes.w2).data.view(torch.uint8))
+    with pytest.raises(ValueError, match="no experts with MXFP4 codes"):
+        repack(of)
+    with pytest.raises(ValueError, match="no experts with MXFP4 codes"):
+        repack(nn.Linear(3, 3))
 
 
 def test_a_write_that_is_not_told_leaves_a_copy_stale(monkeypatch: pytest.MonkeyPatch) -> None:

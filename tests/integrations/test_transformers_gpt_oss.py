@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import padless
-from padless import FP8_BLOCK, dequantize
+from padless import FP8_BLOCK, MXFP4, dequantize
 from padless.emulator.fake_driver import EmulatedDriver
+from padless.formats import MXFP4_REPACKED
 from padless.integrations import weights as shared_weights
-from padless.integrations.transformers import set_activations
+from padless.integrations.codes import repack
+from padless.integrations.transformers import adapt_experts, quantize_experts, set_activations
 from padless.integrations.transformers.weights import expert_weights
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from support.hopper import pretended
@@ -40,6 +42,29 @@ def test_gpt_oss_keeps_its_blocks(device: str, folder_of: Callable[..., Path], t
         for each in experts_of(model):
             each.gate_up_proj_bias.zero_()
     assert error(logits(model), want) > 0.02, "the bias must count"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("quantized_here", [False, True])
+def test_repacked_blocks(quantized_here: bool, device: str, folder_of: Callable[..., Path], tmp_path: Path) -> None:
+    """The same logits and the same file; adapters are refused by a sentence."""
+    if quantized_here:
+        model = quantize_experts(load_dequantized(folder_of("gpt_oss", "mxfp4"), device), MXFP4)
+        model.set_experts_implementation("padless")
+    else:
+        model = load(folder_of("gpt_oss", "mxfp4"), experts_implementation="padless").to(device)
+    want = logits(model)
+    repack(model)
+    assert {p.dtype for name, p in experts_of(model)[0].named_parameters() if p.dim() == 3 and "scale" not in name} == {
+        torch.int32
+    }
+    built = expert_weights(experts_of(model)[0])
+    assert (built.w13.format, built.w2.format, built.activations) == (MXFP4_REPACKED, MXFP4_REPACKED, "BF16")
+    assert torch.equal(logits(model), want)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load(tmp_path / "saved", experts_implementation="padless").to(device)), want)
+    with pytest.raises(ValueError, match="from_repacked"):
+        adapt_experts(model, rank=4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -98,13 +98,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a stage given back before its products",
         ("race",),
-        (
-            (
-                MULTIPLY,
-                GIVEN_BACK,
-                "if (round == 0 && step != 0) release_stage(shared, before); wgmma_wait_group<1>();",
-            ),
-        ),
+        ((MULTIPLY, GIVEN_BACK, "if (round == 0 && step != 0) release_stage(shared, before); wgmma_wait_group<1>();"),),
     ),
     Bug("products not waited for", ("register-in-flight",), ((MULTIPLY, "wgmma_wait_group<0>();", ""),)),
     Bug("fragments made while they are read", ("register-in-flight",), ((MULTIPLY, "wgmma_wait_group<1>();", ""),)),
@@ -124,11 +118,7 @@ BUGS: tuple[Bug, ...] = (
         ("race",),
         ((MULTIPLY, "if (issuer) cp_async_bulk_wait_group_read_all();", ""),),
     ),
-    Bug(
-        "a skipped tile keeps its stages",
-        ("deadlock",),
-        ((MULTIPLY, "release_stage(shared, pipeline.stage);", ""),),
-    ),
+    Bug("a skipped tile keeps its stages", ("deadlock",), ((MULTIPLY, "release_stage(shared, pipeline.stage);", ""),)),
     Bug(
         "a skipped tile is released before it has come",
         ("race", "mbarrier"),

@@ -1,4 +1,4 @@
-"""Codes of a trainer written into a running engine's experts: `load_codes`; and `refresh`, after an engine's own writes.
+"""Codes of experts modules: a trainer's written into a running engine, and MXFP4 ones in an order that is faster.
 
 What an engine's plug-in keeps next to the parameters: FP4 scales in the tiles that kernels read, biases in float32,
 scales that files have in 16 bits. CUDA graphs read these too, so they are written again where they lie.
@@ -6,16 +6,18 @@ scales that files have in 16 bits. CUDA graphs read these too, so they are writt
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from padless.formats import MXFP4, BlockScaledTensor
-from padless.integrations.weights import refresh
+from padless.integrations.weights import block_scaled, refresh
+from padless.layouts import from_repacked, to_repacked
 from padless.nn.codes import ExpertCodes
 
-__all__ = ["load_codes", "refresh"]
+__all__ = ["load_codes", "refresh", "repack"]
 
 # Codes and scales of both projections, by the names that experts modules have for them.
 _NAMES = (
@@ -37,7 +39,7 @@ def load_codes(module: nn.Module, codes: ExpertCodes) -> None:
     The copies are made on the current stream: no request may be under way. Nothing moves, so that captured CUDA graphs
     compute with the new weights. Raises ValueError for a module or codes that do not fit; nothing is written then.
     """
-    found = next((names for names in _NAMES if all(hasattr(module, name) for name in names)), None)
+    found = _names_of(module)
     if found is None:
         raise ValueError(
             f"module is {type(module).__name__}, which has none of the parameters that are known: quantized experts of "
@@ -49,12 +51,56 @@ def load_codes(module: nn.Module, codes: ExpertCodes) -> None:
     writes = []
     for name, of_scale, t in ((*found[:2], codes.w13), (*found[2:], codes.w2)):
         parameter, scale = getattr(module, name), getattr(module, of_scale)
-        writes.append((parameter, _as(name, t.data, parameter)))
+        data = to_repacked(t).data.view(torch.int32) if parameter.dtype == torch.int32 else t.data
+        writes.append((parameter, _as(name, data, parameter)))
         writes.append((scale, _as(of_scale, t.scale, scale)))
     for parameter, values in writes:
         with torch.inference_mode(parameter.is_inference()), torch.no_grad():
             _bytes(parameter).copy_(values)
     refresh(*(parameter for parameter, _ in writes))
+
+
+def repack(model: nn.Module) -> nn.Module:
+    """Repacks the MXFP4 codes of all experts modules in a model, in place, an expert layer at a time; returns the model.
+
+    model: of transformers or vLLM, gpt-oss from an MXFP4 file or after `quantize_experts`, for Hopper. Its codes become
+        parameters (E, N, K / 8) int32 of `padless.layouts.to_repacked`: outputs keep their bits and few tokens take less
+        time. state_dict and files have the codes as they were; `load_codes` writes to repacked ones too, and an engine's
+        own loader cannot. Adapters are not trained over them.
+
+    Call it before CUDA graphs are captured. Raises ValueError where there are no such experts.
+    """
+    count = 0
+    for module in model.modules():
+        names = _names_of(module)
+        for name, of_scale in () if names is None else (names[:2], names[2:]):
+            codes, scale = getattr(module, name), getattr(module, of_scale)
+            if codes.dtype not in (torch.int8, torch.uint8) or scale.dtype == torch.float8_e4m3fn:
+                continue
+            flat = codes.flatten(2) if codes.dim() == 4 else codes  # gpt-oss' blocks of 16 bytes
+            words = to_repacked(block_scaled(name, flat, scale, "")).data.view(torch.int32)
+            delattr(module, name)
+            module.register_parameter(name, nn.Parameter(words, requires_grad=False))
+            module.register_state_dict_post_hook(partial(_as_they_were, name, of_scale, codes.dtype, codes.dim()))
+            count += 1
+    if count == 0:
+        raise ValueError(f"model is {type(model).__name__}, which has no experts with MXFP4 codes")
+    return model
+
+
+def _as_they_were(
+    name: str, of_scale: str, dtype: torch.dtype, dim: int, module: nn.Module, tensors: Any, prefix: str, _: Any
+) -> None:
+    """The codes in a state dict."""
+    words = tensors.get(prefix + name)
+    if words is not None and words.dtype == torch.int32:
+        codes = from_repacked(block_scaled(name, words, getattr(module, of_scale), "")).data.view(dtype)
+        tensors[prefix + name] = codes.unflatten(2, (-1, 16)) if dim == 4 else codes
+
+
+def _names_of(module: nn.Module) -> tuple[str, str, str, str] | None:
+    """Codes and scales of both projections of an experts module; None for another module."""
+    return next((names for names in _NAMES if all(hasattr(module, name) for name in names)), None)
 
 
 def _gate_up(module: Any, w13: BlockScaledTensor) -> str:
@@ -70,6 +116,8 @@ def _as(name: str, values: torch.Tensor, parameter: torch.Tensor) -> torch.Tenso
     if values.dtype.itemsize == parameter.dtype.itemsize == 1:
         right = not {values.dtype, parameter.dtype} & {torch.float8_e4m3fn} or values.dtype == parameter.dtype
         values = values.view(torch.uint8)
+    elif parameter.dtype == torch.int32:
+        right = values.dtype == torch.int32
     else:  # scales: powers of two are float32, too
         right = parameter.dtype == torch.float32
         values = values.to(torch.float32)

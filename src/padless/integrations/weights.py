@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 
 from padless.checkpoints import from_deepseek, from_torch
-from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor, ceil_div
+from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP4_REPACKED, MXFP8, BlockScaledFormat, BlockScaledTensor, ceil_div
 from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
 from padless.runtime.architecture import BLACKWELL
@@ -39,7 +39,8 @@ class ExpertWeights:
 def block_scaled(
     name: str, codes: torch.Tensor, scale: torch.Tensor, remedy: str, global_scale: torch.Tensor | None = None
 ) -> BlockScaledTensor:
-    """The weight of codes (.., N, K) float8_e4m3fn, or (.., N, K / 2) int8 or uint8 of two FP4 values, and its scales.
+    """The weight of codes (.., N, K) float8_e4m3fn, or (.., N, K / 2) int8 or uint8 of two FP4 values, or (.., N, K / 8)
+    int32 that `padless.integrations.codes.repack` made of them, and its scales.
 
     scale: one for each 128 x 128 values, float32, bfloat16, float8_e8m0fnu or its bytes (FP8_BLOCK), or one power of
         two for each 1 x 32 (MXFP8, MXFP4), or float8_e4m3fn for each 1 x 16 (NVFP4). float32 scales of blocks and
@@ -49,6 +50,9 @@ def block_scaled(
     name, remedy: words of the errors. Raises ValueError.
     """
     codes, scale = codes.detach(), scale.detach()
+    if codes.dtype == torch.int32:
+        data = codes.view(torch.uint8).view(MXFP4_REPACKED.data_dtype)
+        return BlockScaledTensor(data, exponents(scale), MXFP4_REPACKED)
     if codes.dtype in (torch.int8, torch.uint8):
         packed = codes.view(torch.uint8)
         if scale.dtype == torch.float8_e4m3fn:
@@ -96,8 +100,10 @@ def activations_for(weights: BlockScaledTensor) -> str:
     FP4 weights take bfloat16 activations on Hopper, MXFP4 ones as the models were made for; where no kernel does, MXFP4
     weights take MXFP8. The others take their own format.
     """
-    if weights.format not in (MXFP4, NVFP4):
+    if weights.format.codes_per_byte == 1:
         return ACTIVATIONS[weights.format].name
+    if weights.format == MXFP4_REPACKED:
+        return BF16
     if kernels_for(weights.device) != BLACKWELL.name:
         return BF16
     return "MXFP8" if weights.format == MXFP4 else weights.format.name
@@ -189,8 +195,9 @@ class WeightCache:
         return self._weights
 
     def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
-        first = block_scaled("w13", w13, w13_scale, self._remedy)
-        second = in_tiles(block_scaled("w2", w2, w2_scale, self._remedy))
+        first, second = (
+            in_tiles(block_scaled(*given, self._remedy)) for given in (("w13", w13, w13_scale), ("w2", w2, w2_scale))
+        )
         return ExpertWeights(first, second, in_float32(bias13), in_float32(bias2), activations_for(first))
 
     def write_again(self) -> None:

@@ -55,8 +55,8 @@ def moe_in_one_launch(
     groups of which not all are taken up to 32, else None.
 
     On Hopper, where `is_faster` unless ``only_if_faster`` is False, it takes FP8_BLOCK weights and activations and plain
-    SwiGLU of concatenated or interleaved gate and up, no bias; and MXFP4 weights with blocked scales, bfloat16
-    activations (``format`` None) and any SwiGLU of alternating gate and up, with float32 biases or without.
+    SwiGLU of concatenated or interleaved gate and up, no bias; and MXFP4 weights, repacked or not, with blocked scales,
+    bfloat16 activations (``format`` None) and any SwiGLU of alternating gate and up, with float32 biases or without.
     """
     if (only_if_faster and choice.sizes[0] > max(MOST_TOKENS, MOST_FP4_TOKENS)) or host.is_full(x.device):
         return None

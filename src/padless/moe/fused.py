@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors, GateRule
-from padless.formats import FP8_BLOCK, MXFP4, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.launch import Prepared
 from padless.kernels.remembered import facts_of, launch_remembered
 from padless.moe.activation import Activation
@@ -34,7 +34,7 @@ def fuses(
     if activation.kind != "swiglu":
         return False
     n = weights.data.shape[1]
-    is_fp4, on_blackwell = weights.format in (MXFP4, NVFP4), kernels_for(weights.device, backend) == BLACKWELL.name
+    is_fp4, on_blackwell = weights.format.codes_per_byte == 2, kernels_for(weights.device, backend) == BLACKWELL.name
     if is_fp4 and format == FP8_BLOCK and not on_blackwell:
         return False
     if activation.gate_up == "alternating":

@@ -18,6 +18,7 @@ from padless.formats import (
     FORMAT_BY_NAME,
     FP8_BLOCK,
     MXFP4,
+    MXFP4_REPACKED,
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
@@ -103,7 +104,7 @@ def moe(
         shared: (T, H), added to the result.
         activations: format that x and the activated rows are quantized to, or torch.bfloat16 for none (for FP4 weights
             on Hopper). None follows from w13: FP8_BLOCK for FP8_BLOCK and MXFP4 weights, MXFP8 for MXFP8, NVFP4 for
-            NVFP4.
+            NVFP4, bfloat16 for MXFP4_REPACKED.
         global_scale1: NVFP4's decode scale of x, float32, one value or (E,); None is 1, which is right for magnitudes
             from 0.1 to 2688. A checkpoint's input scale.
         global_scale2: the same for the activated rows.
@@ -350,6 +351,8 @@ def _check(
 
 def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -> str:
     """Name of the format that activations are quantized to, "BF16" for none."""
+    if activations is None and w13.format == MXFP4_REPACKED:  # nothing else is multiplied with it
+        activations = torch.bfloat16
     if activations is None:
         return ACTIVATIONS[w13.format].name
     if activations is torch.bfloat16:

@@ -18,7 +18,7 @@ from padless.row_groups import clamped_ends, is_readable, is_traced, row_groups_
 Activation = BlockScaledTensor | torch.Tensor
 
 # K in values has to be a multiple of: rows of 16 bytes for TMA, and whole blocks of the MX formats.
-_K_MULTIPLE = {"FP8_BLOCK": 16, "MXFP8": 32, "MXFP8_E5M2": 32, "MXFP4": 32, "NVFP4": 32, BF16: 8}
+_K_MULTIPLE = {"FP8_BLOCK": 16, "MXFP8": 32, "MXFP8_E5M2": 32, "MXFP4": 32, "NVFP4": 32, "MXFP4_REPACKED": 32, BF16: 8}
 
 
 def data_of(t: Activation) -> torch.Tensor:

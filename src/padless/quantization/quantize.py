@@ -20,6 +20,7 @@ from padless.formats import (
     FP8_BLOCK,
     KINDS,
     MXFP4,
+    MXFP4_REPACKED,
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
@@ -81,6 +82,12 @@ def quantize(
     The rules, and what zeros, NaN, Inf and subnormals become, are in docs/formats_rules.md. In short: a block with
     a NaN or an Inf decodes to NaN, and no other block notices.
     """
+    if format == MXFP4_REPACKED and kind == "weight":
+        plain = quantize(
+            x, MXFP4, kind=kind, scale_major=scale_major, scale_rule=scale_rule, scale_layout=scale_layout,
+            global_scale=global_scale, offs=offs, rows=rows,
+        )  # fmt: skip
+        return layouts.to_repacked(plain)
     check_readable(x=x, global_scale=global_scale, offs=offs, rows=rows)
     _check_x(x, format, kind)
     if scale_layout is None:
@@ -123,6 +130,8 @@ def dequantize(
     if not isinstance(t, BlockScaledTensor):
         raise ValueError(f"t must be a BlockScaledTensor, got {type(t).__name__}")
     check_readable(t=t, offs=offs)
+    if t.format == MXFP4_REPACKED:
+        t = layouts.from_repacked(t)
     if not is_one_of(dtype, (*INPUT_DTYPES, torch.float64)):
         raise ValueError(
             f"dtype is {shown(dtype)}; allowed: torch.float32, torch.bfloat16, torch.float16, torch.float64"

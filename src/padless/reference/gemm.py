@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from padless.formats import BlockScaledFormat, BlockScaledTensor
+from padless.formats import MXFP4_REPACKED, BlockScaledFormat, BlockScaledTensor
 from padless.layouts import plain_scale
 
 ACCUMULATIONS = ("fp8_block", "float64")
@@ -142,8 +142,21 @@ def _decode_codes(data: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor
     if format.codes_per_byte == 1:
         return data.to(torch.float64)
     packed = data.view(torch.uint8).long()
+    if format == MXFP4_REPACKED:
+        packed = _linear(packed)
     table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64)
     return torch.stack([table[packed % 16], table[packed // 16]], dim=-1).flatten(-2)
+
+
+# Where bits 0 .. 3 of the codes 0 .. 3 lie in 32 repacked bits; those of the codes 4 .. 7 lie 16 further on, or less.
+_REPACKED = (14, 7, 8, 15, 4, 5, 6, 13, 0, 1, 2, 9, 26, 27, 28, 3)
+
+
+def _linear(packed: torch.Tensor) -> torch.Tensor:
+    """(rows, K / 2) bytes of MXFP4_REPACKED codes as those of MXFP4."""
+    places = torch.tensor([*_REPACKED, *((place + 16) % 32 for place in _REPACKED)])
+    bits = packed.reshape(-1, 4)[:, places // 8] >> places % 8 & 1
+    return (bits.reshape(-1, 4, 8) << torch.arange(8)).sum(-1).reshape(packed.shape)
 
 
 def _of_group(global_scale: torch.Tensor | None, group: int) -> float:

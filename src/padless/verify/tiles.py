@@ -95,12 +95,12 @@ def _fp8_tiles(route: Route) -> list[KernelChoice]:
 
 
 def _bf16_tiles(route: Route) -> list[KernelChoice]:
-    promoted = "FP8_BLOCK" in (route.a, route.b)
+    promoted, is_fp4 = "FP8_BLOCK" in (route.a, route.b), route.b.startswith(("MXFP4", "NVFP4"))
     # 128 tokens by FP8_BLOCK weights are not for every output: those of the kernel's own choice.
     tiles = [(m, 128, 2) for m in (8, 16, 32, 64, 128) if m < 128 or route.b != "FP8_BLOCK"]
     tiles += [(m, 256, warpgroups) for m in (8, 16, 32) for warpgroups in (2, 4)]
     tiles += [] if promoted else [(64, 256, 2)]
-    tiles += [(64, 256, 4)] if not promoted and route.b in ("MXFP4", "NVFP4") else []
+    tiles += [(64, 256, 4)] if not promoted and is_fp4 else []
     configs: list[KernelChoice] = [
         Sm90Bf16Config(route.a, route.b, block_m=m, block_n=n, num_warpgroups=warpgroups) for m, n, warpgroups in tiles
     ]

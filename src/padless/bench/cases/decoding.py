@@ -5,6 +5,7 @@ its own, and a time is a layer's share of a replay:
 
     padless            padless.moe.moe, from ids
     padless, logits    the same from the router's logits
+    padless, repacked  the first with MXFP4 weights repacked (padless.layouts.to_repacked)
     torch bf16         torch's indexing, torch._grouped_mm, silu * up, torch._grouped_mm, weights, sum
     triton             the two products alone in plain Triton, the fastest of its configurations
     deepgemm_masked    the two products alone in DeepGEMM's masked layout
@@ -35,13 +36,16 @@ from padless.bench.problem import sample_reference
 from padless.bench.report import figures, table
 from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
+from padless.formats import MXFP4
+from padless.layouts import to_repacked
 from padless.testing import machine
 from padless.testing.judge import SampledReference, attempt
 from padless.testing.timing import Call, Timer, Timing, capture
 
 LOGITS = "padless, logits"
+REPACKED = "padless, repacked"
 OTHERS = (BF16, "triton", "deepgemm_masked", "monomoe")
-SHOWN = (PADLESS, LOGITS, *OTHERS)
+SHOWN = (PADLESS, LOGITS, REPACKED, *OTHERS)
 
 
 class Part(NamedTuple):
@@ -67,6 +71,9 @@ def own_layers(layer: LayerProblem) -> list[Contender]:
     ]
     if "router_logits" in signature(moe).parameters:
         found.append(returning(LOGITS, partial(layer_of_logits, layer), TOLERANCE[PADLESS]))
+    if layer.w13.format == MXFP4:
+        repacked = replace(layer, w13=to_repacked(layer.w13), w2=to_repacked(layer.w2))
+        found.append(returning(REPACKED, partial(padless_layer, repacked), TOLERANCE[PADLESS]))
     return found
 
 

@@ -159,6 +159,11 @@ def gpt_oss_activation(config: Any) -> dict[str, Any]:
     }
 
 
+def _codes_of(blocks: torch.Tensor) -> torch.Tensor:
+    """(E, N, K / 2) int8 of a file's blocks; repacked ones are int32 words and stay."""
+    return blocks if blocks.dtype == torch.int32 else blocks.flatten(-2).view(torch.int8)
+
+
 class GptOssMxfp4Experts(nn.Module):
     """gpt-oss' experts with the checkpoint's parameters: 4.25 bits a weight.
 
@@ -189,7 +194,7 @@ class GptOssMxfp4Experts(nn.Module):
     # What `padless.integrations.transformers.weights` reads: codes and scales by the names of FP8 experts.
     @property
     def gate_up_proj(self) -> torch.Tensor:
-        return self.gate_up_proj_blocks.flatten(-2).view(torch.int8)
+        return _codes_of(self.gate_up_proj_blocks)
 
     @property
     def gate_up_proj_scale_inv(self) -> torch.Tensor:
@@ -197,7 +202,7 @@ class GptOssMxfp4Experts(nn.Module):
 
     @property
     def down_proj(self) -> torch.Tensor:
-        return self.down_proj_blocks.flatten(-2).view(torch.int8)
+        return _codes_of(self.down_proj_blocks)
 
     @property
     def down_proj_scale_inv(self) -> torch.Tensor:

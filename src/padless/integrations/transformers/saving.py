@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledFormat
+from padless.formats import FP8_BLOCK, MXFP4, MXFP4_REPACKED, MXFP8, BlockScaledFormat
 from padless.integrations.transformers.quantizers import Fp8Quantizer, is_gpt_oss
 from padless.integrations.transformers.weights import expert_weights, first_projection, is_quantized
 
@@ -53,7 +53,8 @@ class ExpertsQuantizer(Fp8Quantizer):
         if getattr(model, "_hf_peft_config_loaded", False):  # a file of adapters alone
             return None, {}
         experts = _experts(model)
-        formats = {w.format for _, module in experts for w in _weights(module)}
+        # State dicts have repacked codes as they were.
+        formats = {MXFP4 if w.format == MXFP4_REPACKED else w.format for _, m in experts for w in _weights(m)}
         if len(formats) != 1:
             names = sorted(format.name for format in formats)
             _refuse(f"experts in {' and '.join(names)} have no common form")

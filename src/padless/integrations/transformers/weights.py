@@ -150,7 +150,7 @@ def _build(module: Any) -> ExpertWeights:
 def _weight(module: Any, name: str) -> BlockScaledTensor:
     """Codes `name` with scales `name`_scale_inv, detached."""
     codes, scale = getattr(module, name), getattr(module, f"{name}_scale_inv", None)
-    if scale is None or codes.dtype not in (torch.float8_e4m3fn, torch.int8):
+    if scale is None or codes.dtype not in (torch.float8_e4m3fn, torch.int8, torch.int32):
         raise ValueError(f"{label(module, name)} is {codes.dtype}{_why_not(module, codes, scale)}")
     if getattr(module, "is_transposed", False):
         raise ValueError(

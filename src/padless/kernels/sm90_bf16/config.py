@@ -22,7 +22,7 @@ from padless.kernels.config import (
 from padless.kernels.cost_model import routed_rounds
 
 # Formats by the numbers of kernels/sm90_bf16/dequantize.cuh.
-FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5}
+FORMATS = {BF16: 0, "FP8_BLOCK": 1, "MXFP8": 2, "MXFP8_E5M2": 3, "MXFP4": 4, "NVFP4": 5, "MXFP4_REPACKED": 4}
 _MXFP8 = ("MXFP8", "MXFP8_E5M2")
 # (activations, weights) that the kernel multiplies: every value, code times block scale, is a bf16 number; FP8_BLOCK's
 # codes are, and its float32 scales are applied outside.
@@ -33,6 +33,7 @@ PAIRS: tuple[tuple[str, str], ...] = (
     *itertools.product(_MXFP8, ("MXFP4",)),
     (BF16, "FP8_BLOCK"),
     *itertools.product((BF16, "FP8_BLOCK"), ("MXFP4", "NVFP4")),
+    (BF16, "MXFP4_REPACKED"),
 )
 # Those that have a quantizing epilogue: it takes runs of gate and up, which blocks of 128 rows of weights do not fit.
 QUANT_PAIRS = tuple(pair for pair in PAIRS if pair[1] != "FP8_BLOCK")
@@ -97,7 +98,7 @@ class Sm90Bf16Config:
     @property
     def can_pair_blocks(self) -> bool:
         """Whether a stage can have two blocks of 128 of K."""
-        return self.b_format in ("MXFP4", "NVFP4") and self.a_format != "FP8_BLOCK"
+        return self.b_format in _FP4 and self.a_format != "FP8_BLOCK"
 
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
@@ -111,7 +112,9 @@ class Sm90Bf16Config:
             "B_FORMAT": FORMATS[self.b_format],
         }
         macros = {"OUT_TYPE": OUT_DTYPES[self.out_dtype]}
-        return cpp_constants(constants, {"SFB_IS_BLOCKED": self.blocked}, macros)
+        return cpp_constants(
+            constants, {"SFB_IS_BLOCKED": self.blocked, "B_IS_REPACKED": self.b_format == "MXFP4_REPACKED"}, macros
+        )
 
 
 def select_config(
@@ -169,7 +172,7 @@ def select_config(
     )
 
 
-_FP4 = ("MXFP4", "NVFP4")
+_FP4 = ("MXFP4", "NVFP4", "MXFP4_REPACKED")
 # By the weights' bits: what a tile costs by its tokens, over one of 8 of as many weight rows, which are dequantised
 # whatever the tokens are; and one of 128 weight rows over one of 256. Fitted to records of picks.
 _COSTS = {

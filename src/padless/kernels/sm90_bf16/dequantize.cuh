@@ -44,8 +44,12 @@ constexpr int shift_of(int format) {
 // The words of an octet before scaling. FP4: with E2M1's three magnitude bits where the exponent and the mantissa of a half
 // meet they mean the same as in E2M1, subnormals included, but for the bias of 1: a bf16 is 2^-126 times the value, an f16
 // 2^-14 times.
-template <int FORMAT, bool IS_F16, bool PAIRS_ARE_ADJACENT, int NUM_WORDS>
+//
+// REPACKED: the bits of the 8 codes lie where four rotations of the word have all of them in place, but for one of the first
+// (padless.layouts.to_repacked): 9 instructions in place of 13.
+template <int FORMAT, bool IS_F16, bool PAIRS_ARE_ADJACENT, bool REPACKED = false, int NUM_WORDS>
 __device__ __forceinline__ void expand_octet(uint32_t (&to)[4], const uint32_t (&from)[NUM_WORDS]) {
+    static_assert(!REPACKED || (FORMAT == FORMAT_MXFP4 && !IS_F16), "MXFP4 to bf16");
     if constexpr (is_fp4(FORMAT) && IS_F16) {
         // All of it fits in the upper byte of an f16: bytes first, of the even and of the odd codes, then the halves.
         static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
@@ -58,6 +62,14 @@ __device__ __forceinline__ void expand_octet(uint32_t (&to)[4], const uint32_t (
         to[1] = prmt(odd, 0, 0x2404);
         to[2] = prmt(even, 0, 0x3414);
         to[3] = prmt(odd, 0, 0x3414);
+    } else if constexpr (REPACKED) {
+        static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
+        constexpr uint32_t BITS = 0x81C081C0, FIRST_MANTISSAS = 0x00400040;
+        const uint32_t w = from[0];
+        to[0] = (w & (BITS ^ FIRST_MANTISSAS)) | (w >> 8 & FIRST_MANTISSAS);
+        to[1] = w << 2 & BITS;
+        to[2] = w << 6 & BITS;
+        to[3] = __funnelshift_l(w, w, 12) & BITS;
     } else if constexpr (is_fp4(FORMAT)) {
         static_assert(NUM_WORDS == 1 && !PAIRS_ARE_ADJACENT, "8 nibbles");
         // Signs are wanted at bit 15 of a half. Those at bit 7, of other codes, lie where the magnitude comes.

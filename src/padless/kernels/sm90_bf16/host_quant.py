@@ -30,7 +30,7 @@ from padless.runtime.driver import Argument, Driver, LaunchShape
 
 Config = Sm90Bf16Config
 
-_ROW_BYTES = {"BF16": 256, "MXFP4": 64, "NVFP4": 64}  # 128 of K; other formats have 128
+_ROW_BYTES = {"BF16": 256, "MXFP4": 64, "NVFP4": 64, "MXFP4_REPACKED": 64}  # 128 of K; other formats have 128
 
 
 def prepare(

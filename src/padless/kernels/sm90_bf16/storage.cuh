@@ -2,7 +2,7 @@
 #pragma once
 
 // The host defines, from Bf16GemmConfig: BLOCK_M (tokens), BLOCK_N (weight rows), NUM_MMA_WARPGROUPS, NUM_STAGES (0 = as
-// many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, OUT_TYPE.
+// many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, B_IS_REPACKED, OUT_TYPE.
 constexpr int BLOCK_K = 128;
 constexpr int WGMMA_M = 64;
 constexpr int M64S_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;

@@ -143,7 +143,7 @@ struct WeightSection {
                 uint32_t raw[CODE_WORDS], words[4];
 #pragma unroll
                 for (int w = 0; w < CODE_WORDS; ++w) raw[w] = codes[u][h][octet % OCTETS * CODE_WORDS + w];
-                expand_octet<B_FORMAT, F16, PAIRS_ARE_ADJACENT>(words, raw);
+                expand_octet<B_FORMAT, F16, PAIRS_ARE_ADJACENT, B_IS_REPACKED>(words, raw);
                 scales[u][h].apply(words, octet);
 #pragma unroll
                 for (int w = 0; w < 4; ++w) fragments[u][w / 2][w % 2 * 2 + h] = words[w];

@@ -28,11 +28,13 @@ class MoeDecodeFp4Config:
         gate_rule: of a SwiGLU that is not the plain one; None for that.
         spin_limit: turns after which a wait for other CTAs traps; 0 is none. For finding hangs.
         logits_room: experts there is room for where they are chosen by logits; 0 where ids are given.
+        repacked: whether the weights are MXFP4_REPACKED.
     """
 
     gate_rule: GateRule | None = None
     spin_limit: int = 0
     logits_room: int = 0
+    repacked: bool = False
 
     def __post_init__(self) -> None:
         require = requirement_of(self)
@@ -43,7 +45,9 @@ class MoeDecodeFp4Config:
         """The C++ constants that the kernel source is compiled behind."""
         constants = {"MOST_TOKENS": MOST_TOKENS, **fields_of(self, "spin_limit")}
         macros = fields_of(self, "logits_room") if self.logits_room else {}
-        return cpp_constants(constants, macros=macros) + "".join(f"{line}\n" for line in gate_constants(self.gate_rule))
+        return cpp_constants(constants, fields_of(self, "repacked"), macros) + "".join(
+            f"{line}\n" for line in gate_constants(self.gate_rule)
+        )
 
 
 def _row_bytes(k: int) -> int:

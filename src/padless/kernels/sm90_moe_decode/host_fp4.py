@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from padless.epilogue import GateRule
-from padless.formats import MXFP4, TILE_BYTES, BlockScaledTensor, ceil_div
+from padless.formats import MXFP4, MXFP4_REPACKED, TILE_BYTES, BlockScaledTensor, ceil_div
 from padless.kernels.launch import load_kernel
 from padless.kernels.remembered import Prepared
 from padless.kernels.sm90_moe_decode.choice import Choice
@@ -37,12 +37,13 @@ def takes(
     bias2: torch.Tensor | None,
     shared: torch.Tensor | None,
 ) -> bool:
-    """Whether the kernel can compute a layer of these operands that fits: MXFP4 weights with blocked scales, all that it
-    reads contiguous, x and shared in bfloat16, biases in float32.
+    """Whether the kernel can compute a layer of these operands that fits: MXFP4 weights, repacked or not, with blocked
+    scales, all that it reads contiguous, x and shared in bfloat16, biases in float32.
     """
     read = [x, *choice.tensors, w13.data, w13.scale, w2.data, w2.scale, bias13, bias2, shared]
     return (
-        w13.format == w2.format == MXFP4
+        w13.format == w2.format
+        and w13.format in (MXFP4, MXFP4_REPACKED)
         and w13.scale_layout == w2.scale_layout == "blocked"
         and x.dtype == torch.bfloat16
         and (shared is None or shared.dtype == torch.bfloat16)
@@ -74,7 +75,7 @@ def prepare(
     """
     device = out.device.index or 0
     shape = shape_of(choice, w2, driver.num_sms(device))
-    config = MoeDecodeFp4Config(gate_rule, spin_limit, choice.logits_room)
+    config = MoeDecodeFp4Config(gate_rule, spin_limit, choice.logits_room, w13.format == MXFP4_REPACKED)
     kernel, function = load_kernel(driver, KERNEL, config, device)
     pointers = (bias13, bias2, x, shared, *choice.tensors, out)
     integers = (

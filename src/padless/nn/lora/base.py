@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from padless.arguments import check_flag, check_integer, is_one_of, shown
-from padless.formats import NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import MXFP4_REPACKED, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.moe.layer import ACTIVATIONS
 from padless.nn.lora.low_rank import Factors, LowRank
 from padless.ops.checks import describe
@@ -48,6 +48,10 @@ def check_weights(name: str, w: BlockScaledTensor) -> None:
     """Raises ValueError for what is no (E, N, K) codes of weights."""
     if not isinstance(w, BlockScaledTensor) or w.data.dim() != 3 or not w.is_weight:
         raise ValueError(f"{name} must be a (E, N, K) BlockScaledTensor of kind 'weight', got {describe(w)}")
+    if w.format == MXFP4_REPACKED:
+        raise ValueError(
+            f"{name} is {w.format.name}, whose gradients no kernel computes: padless.layouts.from_repacked"
+        )
 
 
 class AdaptedModule(nn.Module):

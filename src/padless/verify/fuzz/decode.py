@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from padless.formats import MXFP4, BlockScaledTensor
+from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.kernels.sm90_moe_decode.choice import ByLogits, Given
 from padless.layouts import to_blocked
 from padless.moe.choosing import topk
@@ -31,7 +31,7 @@ def constants(draw: Draw) -> Options:
     router = {"router": draw.one((None, None, None, *SCORINGS))}
     if draw.maybe(0.7):
         return _FP8 | router | {"most": draw.one((8, 16)), "gate_up": draw.one(("concatenated", "interleaved"))}
-    return _FP4 | router | {"limit": draw.one((None, 7.0))}
+    return _FP4 | router | {"w": draw.one(("MXFP4", "MXFP4_REPACKED")), "limit": draw.one((None, 7.0))}
 
 
 def rest(draw: Draw, fixed: Options) -> Options:
@@ -69,6 +69,7 @@ def lines(arch: str) -> Iterator[Options]:
     fp4: list[Options] = [
         _FP4 | {"limit": x, "bias13": bias, "bias2": bias} for x, bias in ((None, False), (7.0, True))
     ]
+    fp4.append(fp4[1] | {"w": "MXFP4_REPACKED"})
     every = [*itertools.product(fp8, shapes8), *itertools.product(fp4, shapes4)]
     for seed, (kind, shape) in enumerate(every):
         sizes = dict(zip(("tokens", "top_k", "experts", "h", "i"), shape, strict=True))
@@ -100,9 +101,9 @@ class Decode(Layer):
     def weight(self, values: torch.Tensor) -> BlockScaledTensor:
         """Scales of MXFP4 in tiles, as the kernel reads them."""
         found = super().weight(values)
-        if found.format != MXFP4 or found.scale_layout == "blocked":
+        if found.format == FP8_BLOCK or found.scale_layout == "blocked":
             return found
-        return BlockScaledTensor(found.data, to_blocked(found.scale), MXFP4, None, "blocked")
+        return BlockScaledTensor(found.data, to_blocked(found.scale), found.format, None, "blocked")
 
     def run(self, operands: Tokens) -> torch.Tensor:
         if not operands.passes and self.o["beside"] and self.place.device.type == "cuda":

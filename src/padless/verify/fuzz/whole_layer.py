@@ -37,7 +37,7 @@ _FEW_TOKENS, _FEW_SLOTS = 4.0, 1.5
 _GRADIENT_BOUND = 0.08
 _LAYERS = (
     ("FP8_BLOCK", "FP8_BLOCK"), ("MXFP8", "MXFP8"), ("NVFP4", "NVFP4"), ("MXFP4", "MXFP4"), ("MXFP4", "FP8_BLOCK"),
-    ("MXFP4", "BF16"), ("NVFP4", "BF16"),
+    ("MXFP4", "BF16"), ("MXFP4_REPACKED", "BF16"), ("NVFP4", "BF16"),
 )  # fmt: skip
 _PLAIN: Options = {"kind": "swiglu", "gate_up": "concatenated", "limit": None, "bias13": False, "bias2": False}
 _BIASED: Options = {"bias13": True, "bias2": True}
@@ -52,6 +52,7 @@ _CASES: tuple[tuple[str, str, tuple[int, ...], Options], ...] = (
     ("MXFP4", "FP8_BLOCK", (70, 4, 9, 384, 256), GPT_OSS),
     ("MXFP4", "BF16", (70, 4, 9, 384, 256), GPT_OSS),
     ("MXFP4", "BF16", (21, 3, 5, 256, 128), {}),
+    ("MXFP4_REPACKED", "BF16", (70, 4, 9, 384, 256), GPT_OSS),
     ("MXFP4", "MXFP4", (70, 4, 9, 384, 256), {}),
 )
 

@@ -74,7 +74,7 @@ struct OctetOfUnit {
         for (int h = 0; h < 2; ++h) {
             const uint32_t from[1] = {h == 0 ? first : second};
             uint32_t to[4];
-            expand_octet<FORMAT_MXFP4, false, false>(to, from);
+            expand_octet<FORMAT_MXFP4, false, false, REPACKED>(to, from);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 to[i] = mul_bf16x2(to[i], factors[h]);

@@ -1,7 +1,7 @@
 // What the roles of sm90_moe_decode_fp4.cu share: constants, shared memory, the problem.
 #pragma once
 
-// The host defines, from MoeDecodeFp4Config: MOST_TOKENS (8), SPIN_LIMIT (0 for none), and the gate's rule.
+// The host defines, from MoeDecodeFp4Config: MOST_TOKENS (8), SPIN_LIMIT (0 for none), REPACKED (of codes), and the gate's rule.
 constexpr int STAGE_K = 256;  // of a stage
 constexpr int BLOCK_K = 128;
 constexpr int STAGE_BLOCKS = STAGE_K / BLOCK_K;
