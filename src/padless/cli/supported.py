@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from padless.formats import FORMATS, BlockScaledFormat
+from padless.formats import FORMATS, MXFP4_REPACKED, BlockScaledFormat
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route
 from padless.runtime.architecture import ARCHITECTURES, with_own_kernels
 
@@ -33,7 +33,7 @@ def supported_markdown() -> str:
         "",
         "| format | codes | scales | block of activations | block of weights | bits a value, with scales |",
         "|---|---|---|---|---|---|",
-        *(_format_row(format) for format in FORMATS),
+        *(_format_row(format) for format in (*FORMATS, MXFP4_REPACKED)),
     ]
     for operation in dict.fromkeys(route.operation for route in ROUTES):
         lines += ["", f"## `{operation}`", "", *_operation_table(operation)]
