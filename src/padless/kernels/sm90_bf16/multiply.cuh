@@ -1,10 +1,9 @@
 // The products of a tile of sm90_bf16_grouped_gemm.cu.
 #pragma once
 
-// The sums of ROWS tokens of an m64, which are the first of those that a lane has room for.
+// The sums of ROWS tokens of an m64: the first of those that a lane has room for.
 template <int ROWS>
-__device__ __forceinline__ float (&sums_of(float (&d)[BLOCK_M / 2]))
-    [ROWS / 2] { return reinterpret_cast<float (&)[ROWS / 2]>(d); }
+using Sums = float[ROWS / 2];
 
 // Consumer: until the weights of a stage have come, and the converters have looked at its scales.
 __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipeline<STAGES>& pipeline) {
@@ -73,7 +72,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
                     tokens + step / 4 * (TOKEN_HALF_BYTES / 16) + step % 4 * (32 / 16));
 #pragma unroll
                 for (int u = 0; u < M64S; ++u) {
-                    float (&target)[ROWS / 2] = sums_of<ROWS>(PROMOTE ? sums[u] : d[u]);
+                    Sums<ROWS>& target = reinterpret_cast<Sums<ROWS>&>(PROMOTE ? sums[u] : d[u]);
                     wgmma_m64k16<ROWS, F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
                                             step != 0 || BEGINS_IN_F16 || (!PROMOTE && ks != 0));
                 }
@@ -175,7 +174,8 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M /
                     tokens + octet / 2 * (TOKEN_HALF_BYTES / 16) + (octet % 2 * 2 + i) * (32 / 16));
 #pragma unroll
                 for (int u = 0; u < M64S; ++u)
-                    wgmma_m64k16<ROWS, false>(sums_of<ROWS>(d[u]), fragments[u][i], descriptor, true);
+                    wgmma_m64k16<ROWS, false>(reinterpret_cast<Sums<ROWS>&>(d[u]), fragments[u][i],
+                                              descriptor, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();

@@ -79,8 +79,8 @@ struct TokenSection {
     }
 };
 
-// Converter, a warp: its eights of the tile's tokens, those of the boxes that have one of its `rows`. Codes of FP4 are read while those of the eight before are converted;
-// others would need more registers than there are.
+// Converter, a warp: its eights of the boxes that hold the tile's `rows` tokens. Codes of FP4 are read while those of the eight
+// before are converted; others would need more registers than there are.
 template <bool F16>
 __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int rows, int warp,
                                                int lane) {
