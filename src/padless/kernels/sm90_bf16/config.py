@@ -104,7 +104,7 @@ class Sm90Bf16Config:
         """Tokens of one copy: 64 where a tile of 128 with at most 64 of them (the end of a group) is copied, dequantised
         and multiplied as one of 64, else all of a tile.
 
-        That is two loops. With tiles of 256 weight rows MXFP8 activations and NVFP4 x NVFP4 would exceed the registers.
+        That takes a second loop, for which 256 weight rows leave MXFP8 activations and NVFP4 x NVFP4 no registers.
         """
         fits = self.block_n == 128 or (self.a_format not in _MXFP8 and self.a_format != "NVFP4")
         return 64 if self.block_m == 128 and fits else self.block_m
