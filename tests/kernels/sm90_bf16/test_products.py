@@ -137,18 +137,23 @@ IN_TWO_LOOPS = [
 
 
 @pytest.mark.parametrize(
-    ("pair", "block_n", "layout"),
-    [pytest.param(*c, marks=() if c[0] == (BF16, "MXFP4") else pytest.mark.slow) for c in IN_TWO_LOOPS],
-    ids=lambda v: name(v) if isinstance(v, tuple) else str(v),
+    ("sizes", "pair", "block_n", "layout"),
+    [
+        ((64, 0, 65, 129), *IN_TWO_LOOPS[0]),
+        *(pytest.param(ENDS_OF_GROUPS, *case, marks=pytest.mark.slow) for case in IN_TWO_LOOPS),
+    ],
+    ids=str,
 )
-def test_tiles_of_few_tokens_among_tiles_of_many(pair: tuple[str, str], block_n: int, layout: str) -> None:
-    """With the bits of tiles that all have 16 tokens, though one CTA goes from the one kind of tile to the other."""
-    problem = random_problem(pair, ENDS_OF_GROUPS, 136, 288, spare_rows=70, layout=layout)
+def test_tiles_of_few_tokens_among_tiles_of_many(
+    sizes: tuple[int, ...], pair: tuple[str, str], block_n: int, layout: str
+) -> None:
+    """With the bits of tiles that all have 64 tokens, though one CTA goes from the one kind of tile to the other."""
+    problem = random_problem(pair, sizes, 136, 288, spare_rows=70, layout=layout)
     config = Sm90Bf16Config(*pair, block_m=128, block_n=block_n, num_stages=2)
     assert config.box_rows == 64
     out = multiply(problem, config, torch.bfloat16, seed=4, num_sms=2)
     check_close(problem, out)
-    assert torch.equal(out, multiply(problem, Sm90Bf16Config(*pair, block_m=16), torch.bfloat16))
+    assert torch.equal(out, multiply(problem, Sm90Bf16Config(*pair, block_m=64), torch.bfloat16))
 
 
 def test_which_tiles_are_copied_in_boxes_of_64() -> None:
