@@ -146,7 +146,7 @@ def test_the_machine_code_is_what_it_should_be(config: Sm90Bf16Config, tmp_path:
 
 
 def main_loop(sass: list[str]) -> int:
-    """Instructions between a full tile's first product and its last: those of 128 of K, with three of four octets made."""
+    """Instructions between a full tile's first product and its last: of 128 of K, with three of four octets made."""
     products = [i for i, line in enumerate(sass) if line.startswith("HGMMA.64x128x16")]
     in_f16 = [i for i in products if ".BF16" not in sass[i].split()[0]]  # of MXFP4 x MXFP4 nearly all
     products = in_f16 or products
