@@ -22,6 +22,7 @@ from support.sm90_bf16_cases import Problem, error_bound, exact_result, random_p
 
 DEQUANTIZE = "sm90_bf16/dequantize.cuh"
 STORE = "device/sm90/transposed_store.cuh"
+LOAD = "sm90_bf16/load.cuh"
 TOKENS = "sm90_bf16/tokens.cuh"
 WEIGHTS = "sm90_bf16/weights.cuh"
 MULTIPLY = "sm90_bf16/multiply.cuh"
@@ -34,6 +35,7 @@ class Bug:
     edits: tuple[Edit, ...]
     pair: tuple[str, str] = ("NVFP4", "NVFP4")
     blocked: bool = False  # with NaN where no scale is
+    block_m: int = 8  # 128: of tiles with many tokens, and with few
     nth: int = 0  # which occurrence of the edited text
     quick: bool = False
 
@@ -180,6 +182,37 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((STORE, "tile.row + tile.rows);", "tile.row + BLOCK_M);"),),
     ),
+    # ---- tiles of 128 tokens with at most 64
+    Bug(
+        "a tile of few tokens waits for the bytes of one of many",
+        ("deadlock",),
+        ((LOAD, "boxes * STAGE_BYTES_OF_BOX", "2 * STAGE_BYTES_OF_BOX"),),
+        pair=(BF16, "MXFP4"),
+        block_m=128,
+        quick=True,
+    ),
+    Bug(
+        "the second 64 tokens are copied to the first's place",
+        (),
+        ((LOAD, "shared.a[stage][j]) + first * 128;", "shared.a[stage][j]);"),),
+        pair=(BF16, "MXFP4"),
+        block_m=128,
+    ),
+    Bug(
+        "65 tokens are multiplied as if they were few",
+        (),
+        ((KERNEL, "tile.rows <= BOX_ROWS)", "tile.rows <= BOX_ROWS + 1)"),),
+        pair=(BF16, "NVFP4"),
+        block_m=128,
+        quick=True,
+    ),
+    Bug(
+        "65 tokens are converted as if they were few",
+        ("uninitialised-shared",),
+        ((TOKENS, "rows > BOX_ROWS); };", "rows > BOX_ROWS + 1); };"),),
+        pair=(BF16, "MXFP4"),
+        block_m=128,
+    ),
     # ---- values
     Bug(
         "two words of the tokens change places",
@@ -267,7 +300,8 @@ BUGS: tuple[Bug, ...] = (
 def problem_of(bug: Bug) -> Problem:
     """More K blocks than the rings have stages; a tail of K; two blocks of rows, where weights have such."""
     n = 200 if bug.pair[1] == "FP8_BLOCK" else 72
-    problem = random_problem(bug.pair, (5, 9), n, 672 if bug.blocked else 800, spare_rows=4)
+    sizes, k = ((65, 3), 416) if bug.block_m == 128 else ((5, 9), 672 if bug.blocked else 800)
+    problem = random_problem(bug.pair, sizes, n, k, spare_rows=4)
     if not bug.blocked:
         return problem
     b = problem.b
@@ -292,4 +326,4 @@ def run(bug: Bug, driver: EmulatedDriver, config: Sm90Bf16Config, seed: int) -> 
 
 
 def config_of(bug: Bug) -> Sm90Bf16Config:
-    return Sm90Bf16Config(*bug.pair, block_m=8, num_stages=2, blocked=bug.blocked, out_dtype=torch.float32)
+    return Sm90Bf16Config(*bug.pair, block_m=bug.block_m, num_stages=2, blocked=bug.blocked, out_dtype=torch.float32)

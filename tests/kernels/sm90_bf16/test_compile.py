@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ QUICK = list(
             ),
             select_config("MXFP8", "MXFP8", 128, MANY_TILES, 1, blocked=True),
             select_config("NVFP4", "NVFP4", 128, MANY_TILES, 1, blocked=True),
+            select_config("BF16", "MXFP4", 128, MANY_TILES, 1, blocked=True),
             select_config("MXFP8", "MXFP8", 64, MANY_TILES, 1, out_dtype=torch.float32),
             select_config("MXFP8", "MXFP8_E5M2", 8, MANY_TILES, 1, blocked=True),
             select_config("BF16", "MXFP4", 1, MANY_TILES, 1, out_dtype=torch.float32, blocked=True),
@@ -97,10 +99,13 @@ def code_complaints(sass: list[str], config: Sm90Bf16Config, kernel: jit.Compile
 
     expected = 8 * config.blocks_of_stage * (config.block_n // 64 // config.num_warpgroups)
     is_f16 = config.b_format == "NVFP4" and config.a_format != "BF16"
-    shape = f"HGMMA.64x{config.block_m}x16.F32" + ("" if is_f16 else ".BF16")
+    suffix = "" if is_f16 else ".BF16"
     products = [line for line in sass if "GMMA" in line.split()[0]]
-    if len(products) != expected or any(line.split()[0] != shape for line in products):
-        found.append(f"{len(products)} products, not {expected} {shape}")
+    # Of tiles with more tokens than a copy has, and of those with no more.
+    shapes = {f"HGMMA.64x{rows}x16.F32{suffix}" for rows in (config.box_rows, config.block_m)}
+    made = Counter(line.split()[0] for line in products)
+    if made != dict.fromkeys(shapes, expected):
+        found.append(f"products {dict(made)}, not {expected} of each of {sorted(shapes)}")
     # A from registers: accumulator, fragment and the one descriptor of the tokens.
     from_memory = [line for line in products if not re.match(r"\S+ R\d+, R\d+, gdesc\[", line)]
     if from_memory:
@@ -130,6 +135,7 @@ CODE_CASES = [
     select_config("BF16", "NVFP4", 8, MANY_TILES, 1),
     select_config("BF16", "FP8_BLOCK", 128, MANY_TILES, 1),
     select_config("NVFP4", "NVFP4", 64, MANY_TILES, 1, blocked=True),
+    select_config("BF16", "MXFP4", 128, MANY_TILES, 1, blocked=True),
 ]
 
 
@@ -140,8 +146,8 @@ def test_the_machine_code_is_what_it_should_be(config: Sm90Bf16Config, tmp_path:
 
 
 def main_loop(sass: list[str]) -> int:
-    """Instructions between the first and the last product: the products of 128 of K, with three of four octets made."""
-    products = [i for i, line in enumerate(sass) if line.startswith("HGMMA")]
+    """Instructions between a full tile's first product and its last: of 128 of K, with three of four octets made."""
+    products = [i for i, line in enumerate(sass) if line.startswith("HGMMA.64x128x16")]
     in_f16 = [i for i in products if ".BF16" not in sass[i].split()[0]]  # of MXFP4 x MXFP4 nearly all
     products = in_f16 or products
     return products[-1] - products[0]

@@ -122,6 +122,50 @@ def test_tiles_layouts_and_outputs(
     check_close(problem, multiply(problem, config, dtype, seed=2))
 
 
+# Tiles of 128 tokens that have fewer, as many as a copy, one more, all of them; second tiles of one row and of 65.
+ENDS_OF_GROUPS = (1, 63, 64, 65, 0, 127, 128, 129, 192, 193, 0)
+# Of those pairs that take tiles of at most 64 tokens in a loop of their own.
+IN_TWO_LOOPS = [
+    ((BF16, "MXFP4"), 256, "blocked"),
+    ((BF16, "NVFP4"), 256, "plain"),
+    ((BF16, "FP8_BLOCK"), 128, "plain"),
+    (("FP8_BLOCK", "MXFP4"), 128, "blocked"),
+    (("MXFP4", "MXFP4"), 256, "plain"),
+    (("NVFP4", "NVFP4"), 128, "blocked"),
+    (("MXFP8", "MXFP4"), 128, "plain"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "pair", "block_n", "layout"),
+    [
+        ((64, 0, 65, 129), *IN_TWO_LOOPS[0]),
+        *(pytest.param(ENDS_OF_GROUPS, *case, marks=pytest.mark.slow) for case in IN_TWO_LOOPS),
+    ],
+    ids=str,
+)
+def test_tiles_of_few_tokens_among_tiles_of_many(
+    sizes: tuple[int, ...], pair: tuple[str, str], block_n: int, layout: str
+) -> None:
+    """With the bits of tiles that all have 64 tokens, though one CTA goes from the one kind of tile to the other."""
+    problem = random_problem(pair, sizes, 136, 288, spare_rows=70, layout=layout)
+    config = Sm90Bf16Config(*pair, block_m=128, block_n=block_n, num_stages=2)
+    assert config.box_rows == 64
+    out = multiply(problem, config, torch.bfloat16, seed=4, num_sms=2)
+    check_close(problem, out)
+    assert torch.equal(out, multiply(problem, Sm90Bf16Config(*pair, block_m=64), torch.bfloat16))
+
+
+def test_which_tiles_are_copied_in_boxes_of_64() -> None:
+    for pair, block_n, _ in IN_TWO_LOOPS:
+        for block_m in (8, 16, 32, 64):
+            assert Sm90Bf16Config(*pair, block_m=block_m, block_n=block_n).box_rows == block_m
+    for pair in PAIRS:
+        assert Sm90Bf16Config(*pair, block_m=128, block_n=128, out_dtype=torch.bfloat16).box_rows == 64
+    for pair in (("NVFP4", "NVFP4"), ("MXFP8", "MXFP4"), ("MXFP8_E5M2", "MXFP8")):
+        assert Sm90Bf16Config(*pair, block_m=128, block_n=256).box_rows == 128
+
+
 @pytest.mark.parametrize(
     ("format", "block_m", "layout"),
     [("MXFP4", 32, "plain"), ("MXFP4", 32, "blocked"), ("NVFP4", 64, "plain"), ("NVFP4", 64, "blocked")],

@@ -100,10 +100,20 @@ class Sm90Bf16Config:
         """Whether a stage can have two blocks of 128 of K."""
         return self.b_format in _FP4 and self.a_format != "FP8_BLOCK"
 
+    @property
+    def box_rows(self) -> int:
+        """Tokens of one copy: 64 where a tile of 128 with at most 64 of them (the end of a group) is copied, dequantised
+        and multiplied as one of 64, else all of a tile.
+
+        That takes a second loop, for which 256 weight rows leave MXFP8 activations and NVFP4 x NVFP4 no registers.
+        """
+        fits = self.block_n == 128 or (self.a_format not in _MXFP8 and self.a_format != "NVFP4")
+        return 64 if self.block_m == 128 and fits else self.block_m
+
     def prelude(self) -> str:
         """The C++ constants that the kernel source is compiled behind."""
         constants = {
-            **fields_of(self, "block_m", "block_n"),
+            **fields_of(self, "block_m", "box_rows", "block_n"),
             "NUM_MMA_WARPGROUPS": self.num_warpgroups,
             "NUM_STAGES": self.num_stages,
             "STAGE_BLOCKS": self.blocks_of_stage,

@@ -84,7 +84,7 @@ def operands(
     a_data = a.data if isinstance(a, BlockScaledTensor) else a
     sfa, sfa_map = _activation_scales(a, offs, config, copies)
     sfb, sfb_map = _weight_scales(b, config, box_rows, copies)
-    codes = (_rows_of_codes(a_data, config.block_m), _rows_of_codes(b.data, box_rows))
+    codes = (_rows_of_codes(a_data, config.box_rows), _rows_of_codes(b.data, box_rows))
     maps = (*codes, sfa_map or codes[0], sfb_map or codes[1])  # not looked at without one-byte scales
     promoted = sfa if config.a_format == "FP8_BLOCK" else sfb if config.b_format == "FP8_BLOCK" else None
     global_a = a.global_scale if isinstance(a, BlockScaledTensor) else None
@@ -143,7 +143,7 @@ def _activation_scales(
         ends = torch.full((1,), a.shape[0], dtype=torch.int32, device=a.device) if offs is None else offs
         scale = plain_scale(a, ends).contiguous()
         copies.append(scale)
-    return _row_major(scale, config.block_m, copies)
+    return _row_major(scale, config.box_rows, copies)
 
 
 def _weight_scales(

@@ -10,12 +10,13 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
     const int k_stages = problem.k_stages();
     Tile tile;
     while (reader.next(tile)) {
+        const int boxes = BOX_ROWS == BLOCK_M ? 1 : (tile.rows + BOX_ROWS - 1) / BOX_ROWS;
         for (int ks = 0; ks < k_stages; ++ks) {
             const int kb = ks * STAGE_BLOCKS;
             const int stage = pipeline.stage;
             const uint32_t full = shared_address(&shared.full[stage]);
             mbarrier_wait(shared_address(&shared.empty[stage]), pipeline.phase ^ 1);
-            mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+            mbarrier_arrive_expect_tx(full, boxes * STAGE_BYTES_OF_BOX + STAGE_BYTES_OF_WEIGHTS);
 #pragma unroll
             for (int j = 0; j < STAGE_BLOCKS; ++j) {
                 const int column = (kb + j) * row_bytes(B_FORMAT);
@@ -51,19 +52,24 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                     tma_load_3d(map_sfb, sfb, full, first, tile.column, tile.group);
                 }
             }
+            for (int first = 0; first < boxes * BOX_ROWS; first += BOX_ROWS) {
+                const int row = tile.row + first;
 #pragma unroll
-            for (int j = 0; j < STAGE_BLOCKS; ++j) {
-                const uint32_t a = shared_address(shared.a[stage][j]);
-                if constexpr (A_FORMAT == FORMAT_BF16) {
-                    tma_load_2d(map_a, a, full, (kb + j) * BLOCK_K, tile.row);
-                    tma_load_2d(map_a, a + TOKEN_HALF_BYTES, full, (kb + j) * BLOCK_K + 64, tile.row);
-                } else {
-                    tma_load_2d(map_a, a, full, (kb + j) * row_bytes(A_FORMAT), tile.row);
+                for (int j = 0; j < STAGE_BLOCKS; ++j) {
+                    if constexpr (A_FORMAT == FORMAT_BF16) {
+                        const uint32_t a = shared_address(shared.a[stage][j]) + first * 128;
+                        tma_load_2d(map_a, a, full, (kb + j) * BLOCK_K, row);
+                        tma_load_2d(map_a, a + TOKEN_HALF_BYTES, full, (kb + j) * BLOCK_K + 64, row);
+                    } else {
+                        constexpr int ROW_BYTES = row_bytes(A_FORMAT);
+                        tma_load_2d(map_a, shared_address(shared.a[stage][j]) + first * ROW_BYTES, full,
+                                    (kb + j) * ROW_BYTES, row);
+                    }
                 }
+                if constexpr (SFA_BYTES != 0)
+                    tma_load_2d(map_sfa, shared_address(shared.sfa[stage]) + first * SCALE_ROW_BYTES, full,
+                                kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), row);
             }
-            if constexpr (SFA_BYTES != 0)
-                tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full,
-                            kb * scales_of_128(A_FORMAT) - scale_offset<A_FORMAT>(kb), tile.row);
             pipeline.advance();
         }
         reader.release();

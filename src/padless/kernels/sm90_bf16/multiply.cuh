@@ -1,6 +1,10 @@
 // The products of a tile of sm90_bf16_grouped_gemm.cu.
 #pragma once
 
+// The sums of ROWS tokens of an m64: the first of those that a lane has room for.
+template <int ROWS>
+using Sums = float[ROWS / 2];
+
 // Consumer: until the weights of a stage have come, and the converters have looked at its scales.
 __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipeline<STAGES>& pipeline) {
     mbarrier_wait(
@@ -8,8 +12,8 @@ __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipel
         pipeline.phase);
 }
 
-// Consumer: d = this warpgroup's m64s of the tile, before global scales, to the last stage of K, or, where a tile begins in f16,
-// to one that wants bf16: returns which. Registers as in wgmma_m64k16.cuh.
+// Consumer: d = this warpgroup's m64s of a tile of at most ROWS tokens, before global scales, to the last stage of K, or, where a
+// tile begins in f16, to one that wants bf16: returns which. Registers as in wgmma_m64k16.cuh.
 //
 // A stage is given back behind the first products of its last codes, not behind the loads of these: an arrival on an mbarrier
 // does not wait for the values of earlier loads, and a copy, which writes through the async proxy, can be there before them. On
@@ -19,6 +23,7 @@ __device__ __forceinline__ void await_weights(SharedStorage& shared, const Pipel
 // The products of one round run while the fragments of the next are made: two sets of fragments, by the round's parity.
 // The set for round 0 of the next K block is carried round the loop. (Making it at the top of the loop, with products of
 // the last round under way, has ptxas serialise all of them: C7513.)
+template <int ROWS>
 __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
                                                const Problem& problem, const Tile& tile,
                                                const WeightLane& weights, int lane,
@@ -37,7 +42,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
 #pragma unroll
         for (int u = 0; u < M64S; ++u) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = 0.0f;
+            for (int i = 0; i < ROWS / 2; ++i) d[u][i] = 0.0f;
         }
     }
 
@@ -67,9 +72,9 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
                     tokens + step / 4 * (TOKEN_HALF_BYTES / 16) + step % 4 * (32 / 16));
 #pragma unroll
                 for (int u = 0; u < M64S; ++u) {
-                    float (&target)[BLOCK_M / 2] = PROMOTE ? sums[u] : d[u];
-                    wgmma_m64k16<BLOCK_M, F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
-                                               step != 0 || BEGINS_IN_F16 || (!PROMOTE && ks != 0));
+                    Sums<ROWS>& target = reinterpret_cast<Sums<ROWS>&>(PROMOTE ? sums[u] : d[u]);
+                    wgmma_m64k16<ROWS, F16>(target, fragments[round % 2][i / 2][u][i % 2], descriptor,
+                                            step != 0 || BEGINS_IN_F16 || (!PROMOTE && ks != 0));
                 }
             }
             wgmma_commit_group();
@@ -99,7 +104,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
 #pragma unroll
             for (int u = 0; u < M64S; ++u) {
 #pragma unroll
-                for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(sums[u][i]);
+                for (int i = 0; i < ROWS / 2; ++i) pin_register(sums[u][i]);
             }
             const float of_weights = weight_scale;
             if constexpr (HAS_WEIGHT_SCALES) {
@@ -107,7 +112,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
                 if (ks + 1 < k_stages) weight_scale = __ldg(weight_scales);
             }
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 8; ++i) {  // tokens 8 i + 2 quad and the next
+            for (int i = 0; i < ROWS / 8; ++i) {  // tokens 8 i + 2 quad and the next
                 float scale[2] = {of_weights, of_weights};
                 if constexpr (!HAS_WEIGHT_SCALES)
                     ld_shared_f32x2(shared_address(&shared.token_scales[from][8 * i + 2 * (lane % 4)]),
@@ -130,7 +135,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
 #pragma unroll
         for (int u = 0; u < M64S; ++u) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
+            for (int i = 0; i < ROWS / 2; ++i) pin_register(d[u][i]);
         }
         if (!BEGINS_IN_F16 || ks != 0) arrive_warp<TOKEN_ARRIVALS>(shared.tokens_empty[used], lane);
     }
@@ -139,6 +144,7 @@ __device__ __forceinline__ int multiply_stages(float (&d)[M64S][BLOCK_M / 2], Sh
 
 // Consumer: what multiply_stages left, the stages from `begin` on, in bf16. That is rare, and so each round's products are waited
 // for: a second loop like the other would exceed the registers.
+template <int ROWS>
 __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
                                                       int begin, int k_stages, const WeightLane& weights,
                                                       int lane, Pipeline<STAGES>& pipeline,
@@ -148,7 +154,7 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M /
 #pragma unroll
     for (int u = 0; u < M64S; ++u) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= F16_UNSHIFT;
+        for (int i = 0; i < ROWS / 2; ++i) d[u][i] *= F16_UNSHIFT;
     }
     for (int ks = begin; ks < k_stages; ++ks) {
         const uint32_t tokens = tokens_stage_0 + ring.stage * (STAGE_BLOCKS * 2 * TOKEN_HALF_BYTES / 16);
@@ -168,14 +174,15 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M /
                     tokens + octet / 2 * (TOKEN_HALF_BYTES / 16) + (octet % 2 * 2 + i) * (32 / 16));
 #pragma unroll
                 for (int u = 0; u < M64S; ++u)
-                    wgmma_m64k16<BLOCK_M, false>(d[u], fragments[u][i], descriptor, true);
+                    wgmma_m64k16<ROWS, false>(reinterpret_cast<Sums<ROWS>&>(d[u]), fragments[u][i],
+                                              descriptor, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
 #pragma unroll
             for (int u = 0; u < M64S; ++u) {
 #pragma unroll
-                for (int i = 0; i < BLOCK_M / 2; ++i) pin_register(d[u][i]);
+                for (int i = 0; i < ROWS / 2; ++i) pin_register(d[u][i]);
             }
         }
         arrive_warp(shared.empty[pipeline.stage], lane);
@@ -185,15 +192,17 @@ __device__ __forceinline__ void multiply_rest_in_bf16(float (&d)[M64S][BLOCK_M /
     }
 }
 
-// Consumer: d = this warpgroup's m64s of the tile, before global scales, over a factor that is returned.
+// Consumer: d = this warpgroup's m64s of a tile of at most ROWS tokens, before global scales, over a factor that is returned.
+template <int ROWS>
 __device__ __forceinline__ float multiply_tile(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
                                                const Problem& problem, const Tile& tile,
                                                const WeightLane& weights, int lane,
                                                Pipeline<STAGES>& pipeline, Pipeline<TOKEN_STAGES>& ring) {
-    const int done = multiply_stages(d, shared, problem, tile, weights, lane, pipeline, ring);
+    const int done = multiply_stages<ROWS>(d, shared, problem, tile, weights, lane, pipeline, ring);
     if constexpr (BEGINS_IN_F16) {
         const int k_stages = problem.k_stages();
-        if (done < k_stages) multiply_rest_in_bf16(d, shared, done, k_stages, weights, lane, pipeline, ring);
+        if (done < k_stages)
+            multiply_rest_in_bf16<ROWS>(d, shared, done, k_stages, weights, lane, pipeline, ring);
         return done == k_stages ? F16_UNSHIFT : 1.0f;
     }
     return 1.0f;

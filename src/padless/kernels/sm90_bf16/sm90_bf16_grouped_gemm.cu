@@ -92,12 +92,26 @@ __device__ __forceinline__ float global_scale(const Problem& problem, int group)
     return a * b;
 }
 
-// That, and what NVFP4_SHIFT took away.
-__device__ __forceinline__ void apply_global_scales(float (&d)[M64S_OF_WARPGROUP][BLOCK_M / 2], float both) {
+// Consumer: d = this warpgroup's m64s of a tile of at most ROWS tokens. The sums of other tokens are 0: the store is the same for
+// all tiles, and drops them.
+template <int ROWS>
+__device__ __forceinline__ void make_sums(float (&d)[M64S][BLOCK_M / 2], SharedStorage& shared,
+                                          const Problem& problem, const Tile& tile, const WeightLane& weights,
+                                          int lane, Pipeline<STAGES>& pipeline,
+                                          Pipeline<TOKEN_STAGES>& ring) {
+    const float both = HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
+    const float rest = multiply_tile<ROWS>(d, shared, problem, tile, weights, lane, pipeline, ring);
 #pragma unroll
-    for (int u = 0; u < M64S_OF_WARPGROUP; ++u) {
+    for (int u = 0; u < M64S; ++u) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] = d[u][i] * static_cast<float>(1 << SHIFT) * both;
+        for (int i = 0; i < BLOCK_M / 2; ++i) {
+            if (i >= ROWS / 2) d[u][i] = 0.0f;
+            // With them, what NVFP4_SHIFT took away.
+            if constexpr (HAS_GLOBAL_SCALES) d[u][i] = d[u][i] * static_cast<float>(1 << SHIFT) * both;
+            if constexpr (BEGINS_IN_F16) d[u][i] *= rest;
+            // Else the compiler does this for tiles of both sizes together, and ptxas serialises their products (C7515).
+            if constexpr (BOX_ROWS < BLOCK_M) pin_register(d[u][i]);
+        }
     }
 }
 
@@ -110,19 +124,16 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
     const WeightLane weights(shared, problem, warpgroup, warp, lane);
     Tile tile{};
     while (reader.next(tile, lane)) {
-        float d[M64S_OF_WARPGROUP][BLOCK_M / 2];
-        const float both =
-            HAS_GLOBAL_SCALES ? global_scale(problem, tile.group) : 1.0f;  // on its way meanwhile
-        const float rest = multiply_tile(d, shared, problem, tile, weights, lane, pipeline, ring);
-        if (lane == 0) reader.release();
-        if constexpr (HAS_GLOBAL_SCALES) apply_global_scales(d, both);
-        if constexpr (BEGINS_IN_F16) {
-#pragma unroll
-            for (int u = 0; u < M64S; ++u) {
-#pragma unroll
-                for (int i = 0; i < BLOCK_M / 2; ++i) d[u][i] *= rest;
-            }
+        float d[M64S][BLOCK_M / 2];
+        if (BOX_ROWS == BLOCK_M || tile.rows <= BOX_ROWS)
+            make_sums<BOX_ROWS>(d, shared, problem, tile, weights, lane, pipeline, ring);
+        else
+            make_sums<BLOCK_M>(d, shared, problem, tile, weights, lane, pipeline, ring);
+        if constexpr (BOX_ROWS < BLOCK_M) {  // read again: kept meanwhile it would exceed the registers
+            tile = Tile{};
+            reader.next(tile, lane);
         }
+        if (lane == 0) reader.release();
 #if EPILOGUE_IS_QUANT
         const int start = tile.group == 0 ? 0 : shared.groups.sorted.ends[tile.group - 1];
         const Placement place{tile.group, start, shared.groups.sorted.ends[tile.group] - start,
@@ -148,9 +159,9 @@ __device__ __forceinline__ void prefetch_rest(const Problem& problem, const Tens
     const int group = blockIdx.x / n_tiles;
     if (SFB_BYTES != 0 && !SFB_IS_BLOCKED && group < problem.num_groups)
         tma_prefetch_3d(map_sfb, 0, blockIdx.x % n_tiles * BLOCK_N, group);
-    const int m_tiles = (problem.m + BLOCK_M - 1) / BLOCK_M;
-    if (m_tiles == 0) return;
-    const int kb = blockIdx.x / m_tiles, row = blockIdx.x % m_tiles * BLOCK_M;
+    const int boxes = (problem.m + BOX_ROWS - 1) / BOX_ROWS;
+    if (boxes == 0) return;
+    const int kb = blockIdx.x / boxes, row = blockIdx.x % boxes * BOX_ROWS;
     if (kb * BLOCK_K >= problem.k) return;
     tma_prefetch_2d(map_a, A_FORMAT == FORMAT_BF16 ? kb * BLOCK_K : kb * row_bytes(A_FORMAT), row);
     if constexpr (SFA_BYTES != 0)

@@ -2,7 +2,8 @@
 #pragma once
 
 // The host defines, from Bf16GemmConfig: BLOCK_M (tokens), BLOCK_N (weight rows), NUM_MMA_WARPGROUPS, NUM_STAGES (0 = as
-// many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, B_IS_REPACKED, OUT_TYPE.
+// many as fit), STAGE_BLOCKS (K blocks to a stage), RASTER_M, MAX_GROUPS, A_FORMAT, B_FORMAT, SFB_IS_BLOCKED, B_IS_REPACKED, OUT_TYPE, and
+// BOX_ROWS: tokens of one copy. A tile of no more takes one copy, and products of so many tokens.
 constexpr int BLOCK_K = 128;
 constexpr int WGMMA_M = 64;
 constexpr int M64S_OF_WARPGROUP = BLOCK_N / WGMMA_M / NUM_MMA_WARPGROUPS;
@@ -15,6 +16,7 @@ constexpr int CONSUMER_REGISTERS = NUM_MMA_WARPGROUPS == 2 ? 208 : HELPERS_TOGET
 constexpr int CONVERTER_REGISTERS = HELPERS_TOGETHER ? 64 : 56;
 constexpr int PRODUCER_REGISTERS = HELPERS_TOGETHER ? CONVERTER_REGISTERS : 40;
 static_assert(BLOCK_M == 8 || BLOCK_M == 16 || BLOCK_M == 32 || BLOCK_M == 64 || BLOCK_M == 128, "tokens");
+static_assert(BOX_ROWS == BLOCK_M || (BOX_ROWS == 64 && BLOCK_M == 128), "a tile, or half of one");
 static_assert(NUM_MMA_WARPGROUPS == 2 || NUM_MMA_WARPGROUPS == 4, "warpgroups");
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
@@ -68,7 +70,8 @@ constexpr int SFB_BLOCK_BYTES =
 constexpr int SFB_BYTES = scales_of_128(B_FORMAT) == 0 ? 0
                           : SFB_IS_BLOCKED             ? STAGE_BLOCKS * SFB_BLOCK_BYTES
                                                        : BLOCK_N * SCALE_ROW_BYTES;
-constexpr int STAGE_BYTES = STAGE_BLOCKS * (A_BYTES + B_BYTES) + SFA_BYTES + SFB_BYTES;
+constexpr int STAGE_BYTES_OF_BOX = (STAGE_BLOCKS * A_BYTES + SFA_BYTES) / (BLOCK_M / BOX_ROWS);
+constexpr int STAGE_BYTES_OF_WEIGHTS = STAGE_BLOCKS * B_BYTES + SFB_BYTES;
 
 #if !EPILOGUE_IS_QUANT
 // A slab is 128 bytes of D's columns of BLOCK_M tokens. A warpgroup stages one m64, 64 columns, at a time.

@@ -79,14 +79,15 @@ struct TokenSection {
     }
 };
 
-// Converter, a warp: its eights of the tile's tokens. Codes of FP4 are read while those of the eight before are converted;
-// others would need more registers than there are.
+// Converter, a warp: its eights of the boxes that hold the tile's `rows` tokens. Codes of FP4 are read while those of the eight
+// before are converted; others would need more registers than there are.
 template <bool F16>
-__device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int warp,
+__device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint32_t sfa, int rows, int warp,
                                                int lane) {
     constexpr int STEP = NUM_CONVERTER_WARPS * 8;
     constexpr bool AHEAD = is_fp4(A_FORMAT);
     if (BLOCK_M < STEP && warp * 8 >= BLOCK_M) return;
+    const auto has = [&](int row) { return row < BOX_ROWS || (row < BLOCK_M && rows > BOX_ROWS); };
     using Section = TokenSection<F16>;
     Section sections[2];
     if (AHEAD) {
@@ -95,10 +96,11 @@ __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint
     }
 #pragma unroll
     for (int first = 0; first < BLOCK_M; first += STEP) {
+        if (!has(first)) break;
         const int row = first + warp * 8;
         Section& section = sections[first / STEP % 2];
         if constexpr (AHEAD) {
-            if (first + STEP < BLOCK_M) {
+            if (has(first + STEP)) {
                 Section& next = sections[(first / STEP + 1) % 2];
                 next.load_scales(sfa, row + STEP, lane);
                 next.load_chunk(a, 0, row + STEP, lane);
@@ -116,13 +118,13 @@ __device__ __forceinline__ void convert_tokens(uint32_t tokens, uint32_t a, uint
 }
 
 template <bool F16>
-__device__ __forceinline__ void convert_stage(SharedStorage& shared, int ks, int stage, int to, int warp,
-                                              int lane) {
+__device__ __forceinline__ void convert_stage(SharedStorage& shared, int rows, int ks, int stage, int to,
+                                              int warp, int lane) {
     const uint32_t sfa = shared_address(shared.sfa[stage]) + scale_offset<A_FORMAT>(ks * STAGE_BLOCKS);
 #pragma unroll
     for (int j = 0; j < STAGE_BLOCKS; ++j)
         convert_tokens<F16>(shared_address(shared.tokens[to][j]), shared_address(shared.a[stage][j]),
-                            sfa + j * scales_of_128(A_FORMAT), warp, lane);
+                            sfa + j * scales_of_128(A_FORMAT), rows, warp, lane);
 }
 
 // Scales of four blocks of a row, which may be beyond f16, with one that is not for every 0 whose 32 codes are all zero: what
@@ -260,13 +262,13 @@ __device__ __forceinline__ void convert_tiles(SharedStorage& shared, const Probl
                 mbarrier_wait(shared_address(&shared.checked[stage]), pipeline.phase);
                 in_f16 = in_f16 && !wants_bf16(shared, stage, lane);
                 if (in_f16)
-                    convert_stage<true>(shared, ks, stage, to, warp, lane);
+                    convert_stage<true>(shared, tile.rows, ks, stage, to, warp, lane);
                 else
-                    convert_stage<false>(shared, ks, stage, to, warp, lane);
+                    convert_stage<false>(shared, tile.rows, ks, stage, to, warp, lane);
             } else {
                 mbarrier_wait(shared_address(&shared.tokens_empty[to]), ring.phase ^ 1);
                 mbarrier_wait(shared_address(&shared.full[stage]), pipeline.phase);
-                convert_stage<IS_F16>(shared, ks, stage, to, warp, lane);
+                convert_stage<IS_F16>(shared, tile.rows, ks, stage, to, warp, lane);
             }
             if constexpr (HAS_TOKEN_SCALES) {
                 if (token < BLOCK_M) shared.token_scales[to][token] = scale;
