@@ -95,7 +95,7 @@ MXFP8_E5M2 = BlockScaledFormat("MXFP8_E5M2", torch.float8_e5m2, torch.float8_e8m
 MXFP4 = BlockScaledFormat("MXFP4", torch.float4_e2m1fn_x2, torch.float8_e8m0fnu, (1, 32), (1, 32), 6.0, 2)
 # An e4m3 scale per 16 along K and a float32 global scale (None is 1).
 NVFP4 = BlockScaledFormat("NVFP4", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, (1, 16), (1, 16), 6.0, 2, True)
-# MXFP4 weights with the 32 bits of 8 codes in another order, in which they become bf16 in fewer instructions
+# MXFP4 weights with their codes in another order, in which Hopper multiplies them in less time
 # (`padless.layouts.to_repacked`): of products with bfloat16 activations on Hopper, to the same bits, and no others.
 MXFP4_REPACKED = replace(MXFP4, name="MXFP4_REPACKED")
 

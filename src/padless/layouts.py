@@ -87,35 +87,54 @@ def unpack_fp4(data: torch.Tensor) -> torch.Tensor:
 # code i + 4 are 16 further on. Four rotations of the word have codes i and i + 4 in bits 15, 8, 7 and 6 of its halves,
 # where a bf16 has them, but for the mantissas of the first two (sm90_bf16/dequantize.cuh).
 _REPACKED = ((15, 8, 7, 14), (13, 6, 5, 4), (9, 2, 1, 0), (3, 28, 27, 26))
+_TURNED = [row ^ 3 for row in range(16)]
 _REPACKED_AT_A_TIME = 1 << 26  # bytes
 
 
 def to_repacked(weights: BlockScaledTensor) -> BlockScaledTensor:
-    """MXFP4 weights with the bits of every 8 codes along K in another order, MXFP4_REPACKED, of as many bytes.
+    """MXFP4 weights with their codes in the order in which Hopper multiplies them, MXFP4_REPACKED, of as many bytes.
 
-    On Hopper 8 of them become bf16 in 13 instructions in place of 17, which few tokens wait for. Values, and the
-    bits of products with bfloat16 activations, stay; nothing else takes them, and `from_repacked` undoes it. K is a
-    multiple of 8, data contiguous; the scales are shared. Raises ValueError.
+    8 codes become bf16 in 13 instructions in place of 17, and 16 rows x 64 of K lie together, so that copies bring whole
+    lines of memory: few tokens wait for both. Values, and the bits of products with bfloat16 activations, stay; nothing
+    else takes them, and `from_repacked` undoes it. N is a multiple of 16 and K of 64, data contiguous; the scales are
+    shared. Raises ValueError.
     """
     _check_repacked(weights, MXFP4)
-    return BlockScaledTensor(
-        _moved_bits(weights.data, _MOVES), weights.scale, MXFP4_REPACKED, None, weights.scale_layout
-    )
+    data = _moved_bits(_in_code_tiles(weights.data), _MOVES)
+    return BlockScaledTensor(data, weights.scale, MXFP4_REPACKED, None, weights.scale_layout)
 
 
 def from_repacked(weights: BlockScaledTensor) -> BlockScaledTensor:
     """MXFP4 weights of MXFP4_REPACKED ones: `to_repacked` undone."""
     _check_repacked(weights, MXFP4_REPACKED)
     back = {-shift % 32: _rotated(mask, shift) for shift, mask in _MOVES.items()}
-    return BlockScaledTensor(_moved_bits(weights.data, back), weights.scale, MXFP4, None, weights.scale_layout)
+    data = _in_rows(_moved_bits(weights.data, back))
+    return BlockScaledTensor(data, weights.scale, MXFP4, None, weights.scale_layout)
 
 
 def _check_repacked(weights: BlockScaledTensor, format: BlockScaledFormat) -> None:
     if not isinstance(weights, BlockScaledTensor) or weights.format != format or not weights.is_weight:
         raise ValueError(f"weights must be {format.name} of kind 'weight', got {shown(weights)}")
     check_readable(weights=weights)
-    if weights.shape[-1] % 4 or not weights.data.is_contiguous():
-        raise ValueError(f"weights must be contiguous with K a multiple of 8, got {weights}")
+    if weights.shape[-2] % 16 or weights.shape[-1] % 32 or not weights.data.is_contiguous():
+        raise ValueError(f"weights must be contiguous with N a multiple of 16 and K of 64, got {weights}")
+
+
+def _in_code_tiles(data: torch.Tensor) -> torch.Tensor:
+    """Tiles of 16 rows x 64 of K, [row][32 bytes], along K and then along N; rows of every second one by _TURNED."""
+    *groups, n, row_bytes = data.shape
+    rows = data.view(torch.uint8).view(*groups, n // 16, 16, row_bytes // 32, 32)
+    tiles = rows.transpose(-3, -2).contiguous()
+    tiles[..., 1::2, :, :] = tiles[..., 1::2, _TURNED, :]
+    return tiles.view(data.shape).view(data.dtype)
+
+
+def _in_rows(data: torch.Tensor) -> torch.Tensor:
+    """`_in_code_tiles` undone."""
+    *groups, n, row_bytes = data.shape
+    tiles = data.view(torch.uint8).view(*groups, n // 16, row_bytes // 32, 16, 32).clone()
+    tiles[..., 1::2, :, :] = tiles[..., 1::2, _TURNED, :]
+    return tiles.transpose(-3, -2).reshape(data.shape).view(data.dtype)
 
 
 def _rotated(bits: int, shift: int) -> int:

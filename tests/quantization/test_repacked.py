@@ -8,6 +8,7 @@ several; and refusals of all that would read the codes as they were.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import pytest
@@ -43,16 +44,19 @@ def halves_of(word: int) -> list[tuple[int, int]]:
 
 def test_words_are_what_the_kernel_expands() -> None:
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(0, 16, (500, 8), generator=generator, dtype=torch.uint8)
-    codes[:16] = torch.arange(16, dtype=torch.uint8)[:, None]
-    scale = torch.full((500, 1), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    codes = torch.randint(0, 16, (48, 192), generator=generator, dtype=torch.uint8)
+    codes[:16, :8] = torch.arange(16, dtype=torch.uint8)[:, None]
+    scale = torch.full((48, 6), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     plain = padless.BlockScaledTensor(layouts.pack_fp4(codes), scale, MXFP4)
     words = layouts.to_repacked(plain).data.view(torch.uint8).view(torch.int32).flatten().tolist()
-    for word, wanted in zip(words, codes.tolist(), strict=True):
-        assert halves_of(word & 0xFFFFFFFF) == [(wanted[i], wanted[i + 4]) for i in range(4)]
+    for row, octet in itertools.product(range(48), range(24)):
+        tile, lies = row // 16 * 3 + octet // 8, row % 16 ^ (3 if octet // 8 % 2 else 0)
+        wanted = codes[row, 8 * octet : 8 * octet + 8].tolist()
+        word = words[tile * 128 + lies * 8 + octet % 8] & 0xFFFFFFFF
+        assert halves_of(word) == [(wanted[i], wanted[i + 4]) for i in range(4)]
 
 
-@pytest.mark.parametrize("shape", [(3, 24, 64), (24, 96), (1, 1, 32), (5, 7, 32)])
+@pytest.mark.parametrize("shape", [(3, 32, 64), (48, 192), (1, 16, 64), (5, 16, 320)])
 def test_there_and_back(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     monkeypatch.setattr(layouts, "_REPACKED_AT_A_TIME", 12)  # so that no tensor is one piece
     plain = weights(*shape)
@@ -93,14 +97,14 @@ TILES = [
 @pytest.mark.parametrize("layout", ["plain", "blocked"])
 def test_products_have_the_bits_of_the_weights_as_they_were(tile: dict[str, int], layout: str) -> None:
     """K that ends inside of a block of 128, scales with a second factor."""
-    plain = weights(3, 136, 416, seed=2)
+    plain = weights(3, 144, 448, seed=2)
     scale = plain.scale.view(torch.uint8).clone()
     scale[1, 3, 2], scale[2, 70, 12] = 131, 129  # beyond what a bf16 factor holds
     scale = scale.view(torch.float8_e8m0fnu)
     plain = padless.BlockScaledTensor(
         plain.data, layouts.to_blocked(scale) if layout == "blocked" else scale, MXFP4, None, layout
     )
-    a = torch.randn(97, 416, generator=torch.Generator().manual_seed(3)).bfloat16()
+    a = torch.randn(97, 448, generator=torch.Generator().manual_seed(3)).bfloat16()
     config = Sm90Bf16Config("BF16", "MXFP4", **tile)
     got, want = (
         padless.grouped_gemm(a, w, OFFS, backend="emulator", config=config)[:90]
@@ -114,10 +118,10 @@ def test_products_have_the_bits_of_the_weights_as_they_were(tile: dict[str, int]
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_layers(tokens: int) -> None:
     """gpt-oss' gate in the epilogue, in one launch and in several."""
-    w13, w2 = (layouts_blocked(weights(4, n, k, seed=n)) for n, k in ((192, 160), (160, 96)))
-    x = torch.randn(tokens, 160, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+    w13, w2 = (layouts_blocked(weights(4, n, k, seed=n)) for n, k in ((384, 320), (320, 192)))
+    x = torch.randn(tokens, 320, generator=torch.Generator().manual_seed(tokens)).bfloat16()
     chosen, ids = torch.rand(tokens, 4, generator=torch.Generator().manual_seed(5)).topk(2)
-    bias = torch.randn(4, 192) / 4
+    bias = torch.randn(4, 384) / 4
     options = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0, "bias13": bias}
     for backend in ("emulator", "reference"):
         want = moe(x, ids, chosen, w13, w2, activations=torch.bfloat16, backend=backend, **options)  # type: ignore[arg-type]
@@ -144,5 +148,6 @@ def test_what_else_would_read_them_is_refused() -> None:
         layouts.to_repacked(there)
     with pytest.raises(ValueError, match="weights must be MXFP4_REPACKED of kind"):
         layouts.from_repacked(weights(3, 64, 64))
-    with pytest.raises(ValueError, match="multiple of 8"):
-        layouts.to_repacked(weights(3, 64, 4))
+    for n, k in ((24, 64), (32, 96)):
+        with pytest.raises(ValueError, match="N a multiple of 16 and K of 64"):
+            layouts.to_repacked(weights(3, n, k))

@@ -15,6 +15,7 @@ Two accumulations:
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -153,10 +154,15 @@ _REPACKED = (14, 7, 8, 15, 4, 5, 6, 13, 0, 1, 2, 9, 26, 27, 28, 3)
 
 
 def _linear(packed: torch.Tensor) -> torch.Tensor:
-    """(rows, K / 2) bytes of MXFP4_REPACKED codes as those of MXFP4."""
+    """(rows, K / 2) bytes of MXFP4_REPACKED codes as those of MXFP4: bits of words, then tiles of 16 rows x 64 of K."""
     places = torch.tensor([*_REPACKED, *((place + 16) % 32 for place in _REPACKED)])
     bits = packed.reshape(-1, 4)[:, places // 8] >> places % 8 & 1
-    return (bits.reshape(-1, 4, 8) << torch.arange(8)).sum(-1).reshape(packed.shape)
+    codes = (bits.reshape(-1, 4, 8) << torch.arange(8)).sum(-1).reshape(-1, packed.shape[1] // 32, 16, 32)
+    found = torch.empty_like(packed)
+    for row, tile in itertools.product(range(packed.shape[0]), range(packed.shape[1] // 32)):
+        lies = row % 16 ^ (3 if tile % 2 else 0)
+        found[row, 32 * tile : 32 * tile + 32] = codes[row // 16, tile, lies]
+    return found
 
 
 def _of_group(global_scale: torch.Tensor | None, group: int) -> float:

@@ -54,6 +54,17 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
     return TensorMapSpec(data_type, tensor.data_ptr(), dims, strides, box, SWIZZLE_128B)
 
 
+def code_tiles(codes: torch.Tensor, rows: int, k: int) -> TensorMapSpec:
+    """Repacked codes (G, N, K / 2), tiles of 512 bytes for 16 rows x 64 of K (`padless.layouts.to_repacked`).
+
+    A box has rows x k: 8 rows are half a tile. By line of 128 bytes of a tile, tile along K, 16 rows of all groups.
+    """
+    groups, n, row_bytes = codes.shape
+    along_k, of_rows = row_bytes // 32, groups * n // 16
+    box = (128, min(rows, 16) // 4, k // 64, max(rows // 16, 1))
+    return TensorMapSpec(0, codes.data_ptr(), (128, 4, along_k, of_rows), (128, 512, 512 * along_k), box)
+
+
 def outer_stride(tensor: torch.Tensor, dim: int) -> int:
     """Stride of an outer dimension, bytes. Where its length is 1 torch allows any; a map wants a multiple of 16."""
     size = tensor.element_size()

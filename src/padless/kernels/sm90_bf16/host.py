@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.formats import TILE_BYTES, BlockScaledTensor, round_up
+from padless.formats import MXFP4_REPACKED, TILE_BYTES, BlockScaledTensor, round_up
 from padless.kernels import maps
 from padless.kernels.config import format_name
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
@@ -84,7 +84,9 @@ def operands(
     a_data = a.data if isinstance(a, BlockScaledTensor) else a
     sfa, sfa_map = _activation_scales(a, offs, config, copies)
     sfb, sfb_map = _weight_scales(b, config, box_rows, copies)
-    codes = (_rows_of_codes(a_data, config.box_rows), _rows_of_codes(b.data, box_rows))
+    repacked = config.b_format == MXFP4_REPACKED.name
+    of_b = tensor_map.code_tiles(b.data, box_rows, 128) if repacked else _rows_of_codes(b.data, box_rows)
+    codes = (_rows_of_codes(a_data, config.box_rows), of_b)
     maps = (*codes, sfa_map or codes[0], sfb_map or codes[1])  # not looked at without one-byte scales
     promoted = sfa if config.a_format == "FP8_BLOCK" else sfb if config.b_format == "FP8_BLOCK" else None
     global_a = a.global_scale if isinstance(a, BlockScaledTensor) else None

@@ -20,7 +20,17 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
 #pragma unroll
             for (int j = 0; j < STAGE_BLOCKS; ++j) {
                 const int column = (kb + j) * row_bytes(B_FORMAT);
-                if constexpr (GATE_AND_UP_APART) {
+                if constexpr (B_IS_REPACKED) {
+                    constexpr int RUN = GATE_AND_UP_APART ? 32 : BLOCK_N;
+                    for (int run = 0; run < BLOCK_N / RUN; ++run) {
+                        const int row =
+                            GATE_AND_UP_APART ? run_of_weights(problem, tile.column, run) : tile.column;
+                        tma_load_4d(map_b,
+                                    shared_address(shared.b[stage][j] + run * (RUN * row_bytes(B_FORMAT))),
+                                    full, 0, 0, (kb + j) * (BLOCK_K / TILE_K),
+                                    (tile.group * problem.n + row) / TILE_CODE_ROWS);
+                    }
+                } else if constexpr (GATE_AND_UP_APART) {
                     for (int run = 0; run < BLOCK_N / 32; ++run)
                         tma_load_3d(map_b,
                                     shared_address(shared.b[stage][j] + run * (32 * row_bytes(B_FORMAT))),

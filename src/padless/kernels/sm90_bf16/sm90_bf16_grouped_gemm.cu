@@ -56,11 +56,14 @@ using uint64_t = unsigned long long;
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
 #include "device/ptx/tma.cuh"
+#include "device/ptx/tma_evict_first.cuh"
+#include "device/ptx/tma_4d.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "device/ptx/wgmma_m64k16.cuh"
 
 // In this order: later ones use earlier ones.
 #include "sm90_bf16/dequantize.cuh"
+#include "sm90_bf16/repacked.cuh"
 #include "device/sm90/descriptors.cuh"
 #include "device/sm90/output.cuh"
 #include "device/pipeline.cuh"
@@ -212,8 +215,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
         __syncwarp();
     }
     if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
-        if (warp == 2 && elect_one())
-            prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K, num_groups);
+        if (warp == 2 && elect_one()) {
+            if constexpr (B_IS_REPACKED)
+                prefetch_code_tiles<BLOCK_N>(map_b, n, k, num_groups);
+            else
+                prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K,
+                                                               num_groups);
+        }
         if (warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
     }
     const bool has_first_tile = start_queue<Order, 1, BLOCK_M, NUM_THREADS>(

@@ -23,8 +23,12 @@ struct WeightLane {
                                           int warp, int lane)
         : first_row(warpgroup * M64S * WGMMA_M + warp * 16 + lane / 4), quad(lane % 4) {
         static_assert(M64S <= 2, "the m64s of a warpgroup lie in 128 rows");
-        codes =
-            shared_address(shared.b) + first_row * row_bytes(B_FORMAT) + (is_fp4(B_FORMAT) ? quad * 16 : 0);
+        if constexpr (B_IS_REPACKED)
+            codes = shared_address(shared.b) + first_row / 16 * 16 * row_bytes(B_FORMAT) +
+                    quad / 2 * TILE_CODE_BYTES + in_code_tile(first_row % 16, quad);
+        else
+            codes = shared_address(shared.b) + first_row * row_bytes(B_FORMAT) +
+                    (is_fp4(B_FORMAT) ? quad * 16 : 0);
         scales = shared_address(shared.sfb) + scales_of_row(first_row, quad);
         counting = ALL_COUNT;
         if constexpr (SFB_IS_BLOCKED) {
@@ -111,7 +115,9 @@ struct WeightSection {
         for (int u = 0; u < M64S; ++u) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const uint32_t at = first + (u * WGMMA_M + h * 8) * row_bytes(B_FORMAT);
+                // Eight rows on in the same tile, of two along K, where they are repacked.
+                const uint32_t at = first + u * WGMMA_M * row_bytes(B_FORMAT) +
+                                    h * 8 * (B_IS_REPACKED ? 32 : row_bytes(B_FORMAT));
                 ld_shared_v4_u32(at, codes[u][h][0], codes[u][h][1], codes[u][h][2], codes[u][h][3]);
             }
         }

@@ -15,7 +15,7 @@ from padless.kernels.sm90_moe_decode.config import MOST_SHARES
 from padless.kernels.sm90_moe_decode.config_fp4 import STAGE_K, Fp4LayerShape, MoeDecodeFp4Config
 from padless.kernels.sm90_moe_decode.host import room_of, scratch_at
 from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
-from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec
+from padless.runtime.tensor_map import SWIZZLE_128B, TensorMapSpec, code_tiles
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode_fp4.cu"
 MOST_LOGITS_ROOM = 512  # with more the kernel spills
@@ -82,7 +82,8 @@ def prepare(
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i),
         *(*choice.types, shape.stages, room_of(scratch)),
     )
-    maps = (_code_map(w13.data, 16), _code_map(w2.data, 8), _scale_map(w13, 16), _scale_map(w2, 8))
+    of_codes = partial(code_tiles, k=STAGE_K) if config.repacked else _code_map
+    maps = (of_codes(w13.data, 16), of_codes(w2.data, 8), _scale_map(w13, 16), _scale_map(w2, 8))
     arguments: list[Argument] = [driver.encode(spec) for spec in maps]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]

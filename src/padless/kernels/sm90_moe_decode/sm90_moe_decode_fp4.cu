@@ -38,6 +38,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/strong_memory.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/tma_evict_first.cuh"
+#include "device/ptx/tma_4d.cuh"
 #include "device/ptx/wgmma.cuh"  // pin_register
 
 // In this order: later ones use earlier ones.
@@ -48,6 +49,7 @@ using uint64_t = unsigned long long;
 #include "device/activation.cuh"
 #include "device/sm90/descriptors.cuh"
 #include "sm90_bf16/dequantize.cuh"
+#include "sm90_bf16/repacked.cuh"
 
 #include "sm90_moe_decode/common.cuh"
 #include "sm90_moe_decode/fp4/storage.cuh"

@@ -22,7 +22,7 @@ struct Consumer {
 __device__ __forceinline__ void store_hidden(const Consumer& c, const float (&v)[2], int number, int column) {
     const int lane = c.lane, in_octet = pair_of_lane(lane), upper = in_octet / 4;
     const float given = upper ? v[0] : v[1], kept = upper ? v[1] : v[0];
-    const float taken = __shfl_xor_sync(0xffffffff, given, 8);
+    const float taken = __shfl_xor_sync(0xffffffff, given, OF_FOURTH_PAIR);
     const uint32_t pair = upper ? cvt_bf16x2(taken, kept) : cvt_bf16x2(kept, taken);
     const int row =
         row_of_token(c.shared.tokens_of[number], c.shared.first_row[number], lane % 4 * 2 + upper);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void second_product(Consumer& c) {
         UnitNumber at(c.warp, c.warp / max(teams, 1), teams);
 #pragma unroll 1
         for (int index = c.warp; index < stripes * teams; index += NUM_CONSUMER_WARPS, at.next()) {
-            const int place = at.quotient, in_group = row_of_lane(c.lane);
+            const int place = at.quotient, in_group = weight_row_of_lane(c.lane);
             const SecondUnit unit(p, share + place * static_cast<int>(gridDim.x), at.rest);
             float bias[2] = {};
             if (p.bias2 != nullptr) {

@@ -99,10 +99,10 @@ class WeightLoader {
             const TensorMap& codes = is_second_ ? maps_.w2 : maps_.w13;
             const TensorMap& scales = is_second_ ? maps_.w2_scale : maps_.w13_scale;
             mbarrier_arrive_expect_tx(stage.full, STAGE_BYTES);
-            tma_load_2d_evict_first(codes, stage.codes, stage.full, k_, row_[0]);
+            load_codes(codes, stage.codes, stage.full, row_[0]);
             tma_load_2d(scales, stage.scales, stage.full, in_tile_[0], tile_[0]);
             if (is_second_) {
-                tma_load_2d_evict_first(codes, stage.codes + CODE_BYTES / 2, stage.full, k_, row_[1]);
+                load_codes(codes, stage.codes + CODE_BYTES / 2, stage.full, row_[1]);
                 tma_load_2d(scales, stage.scales + SCALE_BYTES / 2, stage.full, in_tile_[1], tile_[1]);
             }
         }
@@ -113,6 +113,15 @@ class WeightLoader {
     }
 
   private:
+    // 16 rows, or 8 of the second product, of all experts' from `row` on.
+    __device__ __forceinline__ void load_codes(const TensorMap& codes, uint32_t to, uint32_t full,
+                                               int row) const {
+        if constexpr (REPACKED)
+            tma_load_4d_evict_first(codes, to, full, 0, row % TILE_CODE_ROWS / 4, k_ * 2 / TILE_K,
+                                    row / TILE_CODE_ROWS);
+        else
+            tma_load_2d_evict_first(codes, to, full, k_, row);
+    }
     __device__ __forceinline__ void next_unit() {
         if (--left_ > 0) {
             number_.next();

@@ -4,7 +4,7 @@
 #pragma once
 
 // What a lane reads, 32 codes of a K block of two rows of a unit: two neighbours, of which it has pair number pair_of_lane(lane),
-// or, IN_HALVES, row_of_lane(lane) of either half.
+// or, IN_HALVES, weight_row_of_lane(lane) of either half.
 template <bool IN_HALVES>
 struct UnitLane {
     static constexpr int SCALES_OF_BLOCK = IN_HALVES ? 128 : 256,
@@ -16,12 +16,19 @@ struct UnitLane {
     // `first`: the unit's first row among an expert's. A row's scales are four bytes away from those of the row 32 before, in tiles of
     // 32x4x4.
     __device__ __forceinline__ UnitLane(int lane, int first) {
-        const int row = IN_HALVES ? row_of_lane(lane) : 2 * pair_of_lane(lane), quad = lane % 4;
+        const int row = IN_HALVES ? weight_row_of_lane(lane) : 2 * pair_of_lane(lane), quad = lane % 4;
 #pragma unroll
         for (int b = 0; b < STAGE_BLOCKS; ++b) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h)
-                codes[b][h] = swizzle_128b(row + h * (IN_HALVES ? 8 : 1), 4 * b + quad);
+            for (int h = 0; h < 2; ++h) {
+                const int at = row + (IN_HALVES ? 0 : h), tile = BLOCK_K / TILE_K * b + quad / 2;
+                if constexpr (REPACKED)  // either half has its own half of every tile
+                    codes[b][h] = IN_HALVES ? h * (CODE_BYTES / 2) + tile * (TILE_CODE_BYTES / 2) +
+                                                  in_code_tile(at, quad)
+                                            : tile * TILE_CODE_BYTES + in_code_tile(at, quad);
+                else
+                    codes[b][h] = swizzle_128b(at + (IN_HALVES ? 8 * h : 0), 4 * b + quad);
+            }
         }
         scales = row * 16 + first / 32 % 4 * 4 + quad;
     }

@@ -89,7 +89,12 @@ constexpr int STEP_BYTES = 64;  // a row's octets of a step
 __device__ __forceinline__ int row_of_lane(int lane) {
     return lane / 4 % 2 * 4 + lane / 8;
 }
-// The same of pairs of neighbouring rows.
-__device__ __forceinline__ int pair_of_lane(int lane) {
-    return lane / 4 % 2 * 2 + lane / 8 % 2 * 4 + lane / 16;
+// The same of eight weight rows, and of eight pairs of neighbouring ones. Repacked codes have other banks.
+__device__ __forceinline__ int weight_row_of_lane(int lane) {
+    return REPACKED ? lane / 4 : row_of_lane(lane);
 }
+__device__ __forceinline__ int pair_of_lane(int lane) {
+    return REPACKED ? lane / 4 : lane / 4 % 2 * 2 + lane / 8 % 2 * 4 + lane / 16;
+}
+constexpr int OF_FOURTH_PAIR =
+    REPACKED ? 16 : 8;  // lanes whose pairs' numbers differ by 4 differ in this bit
