@@ -100,6 +100,8 @@ NVFP4 = BlockScaledFormat("NVFP4", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 
 MXFP4_REPACKED = replace(MXFP4, name="MXFP4_REPACKED")
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP8_E5M2, MXFP4, NVFP4)
+# Of what activations and weights are quantized to; and of all that a tensor may have.
+FORMAT_NAMES = tuple(format.name for format in FORMATS)
 FORMAT_BY_NAME = {format.name: format for format in (*FORMATS, MXFP4_REPACKED)}
 
 # Element types of a product, with their names in device code.
@@ -311,6 +313,8 @@ def _check_parts(t: BlockScaledTensor) -> None:
         raise ValueError(f"scale must be {fmt.scale_dtype} for {fmt.name}, got {t.scale.dtype}")
     if t.data.dim() not in (2, 3):
         raise ValueError(f"data must be (rows, K) or (num_groups, rows, K), got shape {tuple(t.data.shape)}")
+    if fmt == MXFP4_REPACKED and t.data.shape[-2] > 1 and t.data.stride()[-2:] != (t.data.shape[-1], 1):
+        raise ValueError(f"data of {fmt.name} must have its rows one after the other, got strides {t.data.stride()}")
     if t.scale.device != t.data.device:
         raise ValueError(f"scale must be on data's device {t.data.device}, got {t.scale.device}")
     _check_scale_layout(t)

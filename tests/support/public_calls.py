@@ -288,6 +288,10 @@ CONVERTERS: dict[str, Call] = {
         layouts.from_blocked_groups,
         lambda: {"blocked": one_byte(E8M0, 3 * TILES), "offs": OFFS, "rows": M, "columns": 5},
     ),
+    "layouts.to_repacked": Call(layouts.to_repacked, lambda: {"weights": weight(MXFP4, GROUPS)}),
+    "layouts.from_repacked": Call(
+        layouts.from_repacked, lambda: {"weights": layouts.to_repacked(weight(MXFP4, GROUPS))}
+    ),
     "layouts.plain_scale": Call(layouts.plain_scale, lambda: {"t": activation(), "offs": OFFS}),
     "checkpoints.from_deepseek": Call(
         checkpoints.from_deepseek, lambda: {"weight": weight(FP8_BLOCK).data, "scale_inv": normal(1, 1)}

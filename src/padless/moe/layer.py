@@ -16,6 +16,7 @@ from padless.arguments import check_integer, check_readable, check_tensor_type, 
 from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import (
     FORMAT_BY_NAME,
+    FORMAT_NAMES,
     FP8_BLOCK,
     MXFP4,
     MXFP4_REPACKED,
@@ -359,9 +360,9 @@ def _activations(activations: object, w13: BlockScaledTensor, x: torch.Tensor) -
         if x.dtype != torch.bfloat16:
             raise ValueError(f"activations is torch.bfloat16 and x is {x.dtype}; convert x to bfloat16")
         return BF16
-    if isinstance(activations, BlockScaledFormat) and activations.name in FORMAT_BY_NAME:
+    if isinstance(activations, BlockScaledFormat) and activations.name in FORMAT_NAMES:
         return activations.name
-    allowed = ", ".join(FORMAT_BY_NAME)
+    allowed = ", ".join(FORMAT_NAMES)
     raise ValueError(f"activations is {shown(activations)}; allowed: None, torch.bfloat16, {allowed}")
 
 

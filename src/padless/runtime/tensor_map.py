@@ -57,12 +57,12 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
 def code_tiles(codes: torch.Tensor, rows: int, k: int) -> TensorMapSpec:
     """Repacked codes (G, N, K / 2), tiles of 512 bytes for 16 rows x 64 of K (`padless.layouts.to_repacked`).
 
-    A box has rows x k: 8 rows are half a tile. By line of 128 bytes of a tile, tile along K, 16 rows of all groups.
+    A box has rows x k of a group: 8 rows are half a tile. By line of 128 bytes of a tile, tile along K, 16 rows, group.
     """
     groups, n, row_bytes = codes.shape
-    along_k, of_rows = row_bytes // 32, groups * n // 16
-    box = (128, min(rows, 16) // 4, k // 64, max(rows // 16, 1))
-    return TensorMapSpec(0, codes.data_ptr(), (128, 4, along_k, of_rows), (128, 512, 512 * along_k), box)
+    along_k, of_group = row_bytes // 32, outer_stride(codes, 0) if groups > 1 else n * row_bytes
+    dims, strides = (128, 4, along_k, n // 16, groups), (128, 512, 512 * along_k, of_group)
+    return TensorMapSpec(0, codes.data_ptr(), dims, strides, (128, min(rows, 16) // 4, k // 64, max(rows // 16, 1), 1))
 
 
 def outer_stride(tensor: torch.Tensor, dim: int) -> int:

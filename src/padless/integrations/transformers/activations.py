@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from padless.formats import FORMAT_BY_NAME, BlockScaledFormat
+from padless.formats import FORMAT_NAMES, BlockScaledFormat
 from padless.integrations.transformers.weights import CHOSEN, expert_weights, is_quantized
 from padless.kernels.table import ROUTES
 from padless.moe.layer import BF16
@@ -43,6 +43,6 @@ def set_activations(model: nn.Module, format: BlockScaledFormat | torch.dtype | 
 def _name(format: object) -> str:
     if format is torch.bfloat16:
         return BF16
-    if isinstance(format, BlockScaledFormat) and format.name in FORMAT_BY_NAME:
+    if isinstance(format, BlockScaledFormat) and format.name in FORMAT_NAMES:
         return format.name
-    raise ValueError(f"format is {format!r}; allowed: None, torch.bfloat16, {', '.join(FORMAT_BY_NAME)}")
+    raise ValueError(f"format is {format!r}; allowed: None, torch.bfloat16, {', '.join(FORMAT_NAMES)}")

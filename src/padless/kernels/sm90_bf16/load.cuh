@@ -25,10 +25,9 @@ __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem&
                     for (int run = 0; run < BLOCK_N / RUN; ++run) {
                         const int row =
                             GATE_AND_UP_APART ? run_of_weights(problem, tile.column, run) : tile.column;
-                        tma_load_4d(map_b,
-                                    shared_address(shared.b[stage][j] + run * (RUN * row_bytes(B_FORMAT))),
-                                    full, 0, 0, (kb + j) * (BLOCK_K / TILE_K),
-                                    (tile.group * problem.n + row) / TILE_CODE_ROWS);
+                        tma_load_5d(
+                            map_b, shared_address(shared.b[stage][j] + run * (RUN * row_bytes(B_FORMAT))),
+                            full, 0, 0, (kb + j) * (BLOCK_K / TILE_K), row / TILE_CODE_ROWS, tile.group);
                     }
                 } else if constexpr (GATE_AND_UP_APART) {
                     for (int run = 0; run < BLOCK_N / 32; ++run)

@@ -14,7 +14,7 @@ __device__ __forceinline__ uint32_t in_code_tile(int row, int quad) {
 template <int BLOCK_N>
 __device__ __forceinline__ void prefetch_code_tiles(const TensorMap& map_b, int n, int k, int num_groups) {
     const int n_tiles = (n + BLOCK_N - 1) / BLOCK_N;
-    const int group = blockIdx.x / n_tiles, row = group * n + blockIdx.x % n_tiles * BLOCK_N;
+    const int group = blockIdx.x / n_tiles, row = blockIdx.x % n_tiles * BLOCK_N;
     for (int tile = 0; tile < 4 && tile * TILE_K < k && group < num_groups; tile += 2)
-        tma_prefetch_4d(map_b, 0, 0, tile, row / TILE_CODE_ROWS);
+        tma_prefetch_5d(map_b, 0, 0, tile, row / TILE_CODE_ROWS, group);
 }

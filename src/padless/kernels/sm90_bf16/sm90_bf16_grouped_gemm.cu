@@ -56,8 +56,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
 #include "device/ptx/tma.cuh"
-#include "device/ptx/tma_evict_first.cuh"
-#include "device/ptx/tma_4d.cuh"
+#include "device/ptx/tma_5d.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "device/ptx/wgmma_m64k16.cuh"
 

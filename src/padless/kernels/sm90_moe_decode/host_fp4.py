@@ -82,8 +82,7 @@ def prepare(
         *(shape.tokens, shape.top_k, shape.experts, shape.h, shape.i),
         *(*choice.types, shape.stages, room_of(scratch)),
     )
-    of_codes = partial(code_tiles, k=STAGE_K) if config.repacked else _code_map
-    maps = (of_codes(w13.data, 16), of_codes(w2.data, 8), _scale_map(w13, 16), _scale_map(w2, 8))
+    maps = (_code_map(w13, 16), _code_map(w2, 8), _scale_map(w13, 16), _scale_map(w2, 8))
     arguments: list[Argument] = [driver.encode(spec) for spec in maps]
     arguments += [(0 if t is None else t.data_ptr(), 8) for t in pointers]
     arguments += [(ByAddress(scratch.data_ptr(), out.data_ptr(), partial(scratch_at, out.device, shape)), 8)]
@@ -93,8 +92,11 @@ def prepare(
     return Prepared(driver.prepare(function, kernel, grid, arguments, tensors))
 
 
-def _code_map(codes: torch.Tensor, of_copy: int) -> TensorMapSpec:
+def _code_map(weights: BlockScaledTensor, of_copy: int) -> TensorMapSpec:
     """Weights (E, rows, K) by K and rows of all experts: a copy is so many rows."""
+    codes = weights.data
+    if weights.format == MXFP4_REPACKED:
+        return code_tiles(codes.flatten(0, 1)[None], of_copy, STAGE_K)
     experts, rows, row_bytes = codes.shape
     dims, box = (row_bytes, experts * rows), (STAGE_K // 2, of_copy)
     return TensorMapSpec(_UINT8, codes.data_ptr(), dims, (row_bytes,), box, SWIZZLE_128B)

@@ -38,7 +38,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/strong_memory.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/tma_evict_first.cuh"
-#include "device/ptx/tma_4d.cuh"
+#include "device/ptx/tma_5d.cuh"
 #include "device/ptx/wgmma.cuh"  // pin_register
 
 // In this order: later ones use earlier ones.

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4_REPACKED, BlockScaledTensor
 from padless.kernels.sm90_moe_decode.choice import ByLogits, Given
 from padless.layouts import to_blocked
 from padless.moe.choosing import topk
@@ -36,7 +36,7 @@ def constants(draw: Draw) -> Options:
 
 def rest(draw: Draw, fixed: Options) -> Options:
     cuda, fp8 = draw.backend == "cuda", fixed["w"] == "FP8_BLOCK"
-    of = 128 if fp8 else 32
+    of = 128 if fp8 else 64 if fixed["w"] == MXFP4_REPACKED.name else 32
     few = draw.one((1, 1, 2, 4)) if cuda else draw.one((1, 2))
     experts = draw.one((1, 3, 8, 32, 128, 513, 1024) if cuda else (1, 2, 4))
     found: Options = {

@@ -18,7 +18,7 @@ import torch
 from padless.compat.cudnn.calls import grouped_gemm_quant, grouped_gemm_swiglu_quant
 from padless.compat.cudnn.request import FORMAT_OF_DTYPE
 from padless.epilogue import COLUMN_FORMATS, INTERLEAVE, MX_FORMATS, Epilogue, EpilogueTensors, GateRule
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat
+from padless.formats import FORMAT_BY_NAME, FORMAT_NAMES, FP8_BLOCK, MXFP4_REPACKED, NVFP4, BlockScaledFormat
 from padless.kernels.table import QUANT, Route
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
@@ -54,7 +54,7 @@ def constants(gate_ups: tuple[str | None, ...], draw: Draw) -> Options:
     """Options that a kernel is compiled for."""
     route = draw.one(routes_of(arch_of(draw), QUANT))
     gate_up = draw.one(gate_ups)
-    name = draw.one((None, *FORMAT_BY_NAME))
+    name = draw.one((None, *FORMAT_NAMES))
     format = None if name is None else FORMAT_BY_NAME[name]
     columns = format in COLUMN_FORMATS and draw.maybe(0.4)
     layouts = ("plain", "plain_mn") if format == FP8_BLOCK else ("plain", "blocked", "blocked_groups")
@@ -92,7 +92,7 @@ def rest(always: tuple[str, ...], draw: Draw, fixed: Options) -> Options:
     """always: properties that every problem has."""
     found = shape(draw, fixed)
     groups = min(len(found["sizes"]), 5)
-    multiple = N_MULTIPLE[fixed["gate_up"]]
+    multiple = max(N_MULTIPLE[fixed["gate_up"]], 16 if fixed["b"] == MXFP4_REPACKED.name else 1)
     tiled = "blocked" in fixed["row_layout"] + fixed["column_layout"]  # a kernel may store zeros next to scales
     others = [name for name in found["properties"] if name not in always and not (tiled and name == "replay")]
     return found | {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from padless import moe
-from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FORMAT_NAMES, BlockScaledTensor
 from padless.moe import twins
 from padless.moe.activation import Activation, split_gate_up
 from padless.quantization.quantize import SCALE_RULES, quantize
@@ -139,7 +139,7 @@ judge_route = partial(judge_case, Route)
 
 
 def gather_constants(draw: Draw) -> Options:
-    name = draw.one(tuple(FORMAT_BY_NAME))
+    name = draw.one(FORMAT_NAMES)
     format = FORMAT_BY_NAME[name]
     return routing_constants(draw) | {
         "format": name,
@@ -163,7 +163,7 @@ def gather_rest(draw: Draw, fixed: Options) -> Options:
 def gather_lines(arch: str) -> Iterator[Options]:
     drawn = [(_routing(seed, *sizes), {"k": k, "special": True}) for seed, (*sizes, k) in enumerate(_GATHERS)]
     every = [*drawn, *((edge, {"k": 256}) for edge in EDGES)]
-    for (ids, how), (name, dtype) in itertools.product(every, zip(FORMAT_BY_NAME, (*DTYPES, *DTYPES), strict=False)):
+    for (ids, how), (name, dtype) in itertools.product(every, zip(FORMAT_NAMES, (*DTYPES, *DTYPES), strict=False)):
         one = ids | how | {"format": name, "rule": (*SCALE_RULES[FORMAT_BY_NAME[name]], None)[0], "routed": True}
         one |= {"dtype": dtype if "special" in how else "bfloat16", "properties": ["near", "bits", "changes"]}
         for layout in ("plain",) if name == "FP8_BLOCK" or "special" not in how else ("plain", "blocked"):
@@ -228,7 +228,7 @@ judge_gather_quantize = partial(judge_case, Gather)
 def activation_constants(draw: Draw) -> Options:
     kind = draw.one(("swiglu", "swiglu", "geglu", "relu2", "gelu", "silu"))
     gated = kind in ("swiglu", "geglu")
-    name = draw.one((None, *FORMAT_BY_NAME))
+    name = draw.one((None, *FORMAT_NAMES))
     return {
         "kind": kind,
         "gate_up": draw.one(("concatenated", "interleaved", "alternating")),
@@ -265,7 +265,7 @@ ACTIVATIONS = (
 def activation_lines(arch: str) -> Iterator[Options]:
     """Values over five powers of ten, NaN and Inf; as many rows as the edges have slots."""
     shapes = [(5, 512, "bfloat16"), (700, 5760, "bfloat16"), (33, 1152, "float32")]
-    every = [(a, *shape, name) for a in ACTIVATIONS for shape in shapes for name in (None, *FORMAT_BY_NAME)]
+    every = [(a, *shape, name) for a in ACTIVATIONS for shape in shapes for name in (None, *FORMAT_NAMES)]
     for i, edge in enumerate(EDGES):
         rows = edge["tokens"] * edge["top_k"]
         every += [(a, rows, 256, "bfloat16", "FP8_BLOCK") for a in (ACTIVATIONS[0], ACTIVATIONS[i])]

@@ -10,8 +10,16 @@ from typing import Any, Literal
 
 import torch
 
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
-from padless.layouts import to_blocked, to_blocked_groups
+from padless.formats import (
+    FORMAT_BY_NAME,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP4_REPACKED,
+    NVFP4,
+    BlockScaledFormat,
+    BlockScaledTensor,
+)
+from padless.layouts import to_blocked, to_blocked_groups, to_repacked
 from padless.runtime.choices import Kind
 from padless.testing.operands import BF16, Activation, mn_major_in_nan, picked, quantized, spans
 from padless.verify.fuzz import exact
@@ -241,17 +249,20 @@ def weight(
     drawing: Drawing = "codes",
 ) -> Operand:
     """Weights (G, N, K). One block of group ``nan_group`` has the scale NaN."""
-    format = FORMAT_BY_NAME[name]
+    stored = FORMAT_BY_NAME[name]
+    format = MXFP4 if stored == MXFP4_REPACKED else stored  # of what is judged
     codes, scale = (t.to(place.device) for t in _drawn(format, (groups, n, k), drawing, (), generator))
     if 0 <= nan_group < groups:
         scale[nan_group, scale.shape[1] // 2, scale.shape[2] // 2].fill_(NAN_SCALE[format.scale_dtype])
     scale = scale.view(format.scale_dtype)
     shared = global_scales(place, globals_ if format.has_global_scale else 0, generator)
-    data = among_nan(place, codes, gap, _NAN).view(format.data_dtype)
     plain = BlockScaledTensor(codes.view(format.data_dtype), scale, format, shared)
+    if stored != format:
+        codes, gap = to_repacked(plain).data.view(torch.uint8), 0  # its rows lie one after the other
+    data = among_nan(place, codes, gap, _NAN).view(format.data_dtype)
     if layout == "blocked" and format != FP8_BLOCK:
-        return Operand(plain, BlockScaledTensor(data, to_blocked(scale), format, shared, "blocked"))
-    return Operand(plain, BlockScaledTensor(data, _contiguous_among_nan(place, scale, format), format, shared))
+        return Operand(plain, BlockScaledTensor(data, to_blocked(scale), stored, shared, "blocked"))
+    return Operand(plain, BlockScaledTensor(data, _contiguous_among_nan(place, scale, format), stored, shared))
 
 
 # --- parts -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from padless.formats import MXFP4_REPACKED, round_up
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config
@@ -43,6 +44,8 @@ _FP8 = find_route("grouped_gemm", "sm_90a", "FP8_BLOCK", "FP8_BLOCK")
 def _line(route: Route, sizes: Sequence[int], n: int, k: int, *properties: str, **others: Any) -> Options:
     """A problem of a route's default kernel, in bfloat16."""
     one: Options = {"a": route.a, "b": route.b, "module": route.module, "out": "bfloat16", "b_layout": "plain"}
+    if route.b == MXFP4_REPACKED.name:
+        n, k = round_up(n, 16), round_up(k, 64)
     one |= {"tile": 0, "sizes": [*sizes], "past": 0, "n": n, "k": k, "a_layout": "plain", "globals": 1, "b_globals": 1}
     one |= {"gaps": [0, 0, 0], "nan_row": -1, "nan_group": -1, "offs64": False, "hostile": [], "seed": 0}
     return one | {"properties": [*properties]} | others

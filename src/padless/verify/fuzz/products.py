@@ -13,7 +13,7 @@ import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.compat.torch import scaled_grouped_mm
-from padless.formats import FP8_BLOCK, MXFP8, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4_REPACKED, MXFP8, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.table import QUANT, ROUTES
@@ -77,11 +77,11 @@ def pair(draw: Draw, operation: str) -> Options:
 
 
 def k_multiple(a: str, b: str) -> int:
-    return 16 if {a, b} <= {"FP8_BLOCK", BF16} else 32
+    return 64 if b == MXFP4_REPACKED.name else 16 if {a, b} <= {"FP8_BLOCK", BF16} else 32
 
 
-def n_multiple(out: str) -> int:
-    return 16 // DTYPES[out].itemsize
+def n_multiple(out: str, b: str) -> int:
+    return 16 if b == MXFP4_REPACKED.name else 16 // DTYPES[out].itemsize
 
 
 def shape(draw: Draw, constants: Options) -> Options:
@@ -93,7 +93,7 @@ def shape(draw: Draw, constants: Options) -> Options:
     found: Options = {
         "sizes": sizes,
         "past": draw.past(),
-        "n": draw.multiple(n_multiple(constants["out"]), draw.limits.n if groups < 20 else 64),
+        "n": draw.multiple(n_multiple(constants["out"], constants["b"]), draw.limits.n if groups < 20 else 64),
         "k": draw.multiple(k, draw.limits.k if groups < 20 else 256),
         "a_layout": a_layout(draw, constants["a"]),
         "globals": draw.one((0, 1, groups)),
@@ -348,7 +348,7 @@ def one_group(draw: Draw, constants: Options) -> Options:
         "nan_row": -1,
         "nan_group": -1,
         "hostile": [],
-        "n": draw.multiple(n_multiple(constants["out"]), limits.n),
+        "n": draw.multiple(n_multiple(constants["out"], constants["b"]), limits.n),
         "k": draw.multiple(k_multiple(constants["a"], constants["b"]), limits.k),
     }
 
@@ -385,7 +385,7 @@ def list_constants(draw: Draw) -> Options:
 
 def list_rest(draw: Draw, constants: Options) -> Options:
     count = draw.randint(1, 4)
-    step = n_multiple(constants["out"])
+    step = n_multiple(constants["out"], constants["b"])
     return {
         "problems": [
             [

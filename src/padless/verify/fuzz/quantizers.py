@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, NVFP4, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, FORMAT_NAMES, FP8_BLOCK, NVFP4, BlockScaledTensor
 from padless.layouts import GroupedColumns, unpack_fp4
 from padless.quantization.nvfp4_random import quantize_nvfp4_stochastic, random_hadamard
 from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
@@ -63,7 +63,7 @@ def strided(place: Place, x: torch.Tensor, strides: str) -> torch.Tensor:
 
 
 def constants(draw: Draw) -> Options:
-    name = draw.one(tuple(FORMAT_BY_NAME))
+    name = draw.one(FORMAT_NAMES)
     format = FORMAT_BY_NAME[name]
     kind = draw.one(("activation", "activation", "weight"))
     layouts = ["plain"] if format == FP8_BLOCK else ["plain", "blocked"]

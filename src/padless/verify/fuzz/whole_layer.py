@@ -13,8 +13,8 @@ import torch
 
 from padless import moe
 from padless.compat.cudnn.calls import grouped_gemm_quant
-from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
-from padless.layouts import plain_scale
+from padless.formats import FORMAT_BY_NAME, MXFP4_REPACKED, BlockScaledTensor
+from padless.layouts import from_repacked, plain_scale
 from padless.moe import twins
 from padless.moe.activation import Activation
 from padless.ops.grouped_gemm import grouped_gemm
@@ -277,6 +277,7 @@ judge_moe = partial(judge_case, Layer)
 
 def decoded_weights(w: BlockScaledTensor) -> torch.Tensor:
     """(E, N, K) float64 of weights' codes."""
+    w = from_repacked(w) if w.format == MXFP4_REPACKED else w
     scale = exact.spread(exact.scales(plain_scale(w)), w.format, "weight", w.logical_shape)
     values = exact.decoded(w.data, w.format) * scale
     return values if w.global_scale is None else values * w.global_scale.double().view(-1, 1, 1)

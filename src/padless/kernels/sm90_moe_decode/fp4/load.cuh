@@ -117,8 +117,8 @@ class WeightLoader {
     __device__ __forceinline__ void load_codes(const TensorMap& codes, uint32_t to, uint32_t full,
                                                int row) const {
         if constexpr (REPACKED)
-            tma_load_4d_evict_first(codes, to, full, 0, row % TILE_CODE_ROWS / 4, k_ * 2 / TILE_K,
-                                    row / TILE_CODE_ROWS);
+            tma_load_5d_evict_first(codes, to, full, 0, row % TILE_CODE_ROWS / 4, k_ * 2 / TILE_K,
+                                    row / TILE_CODE_ROWS, 0);
         else
             tma_load_2d_evict_first(codes, to, full, k_, row);
     }
