@@ -104,9 +104,13 @@ class Sm90Bf16Config:
         """Tokens of one copy: 64 where a tile of 128 with at most 64 of them (the end of a group) is copied, dequantised
         and multiplied as one of 64, else all of a tile.
 
-        That takes a second loop, for which 256 weight rows leave MXFP8 activations and NVFP4 x NVFP4 no registers.
+        That takes a second loop, for which some have no registers: with 256 weight rows MXFP8 activations and NVFP4 x
+        NVFP4, with 128 FP8_BLOCK x NVFP4, one of whose epilogues takes the most.
         """
-        fits = self.block_n == 128 or (self.a_format not in _MXFP8 and self.a_format != "NVFP4")
+        if self.block_n == 256:
+            fits = self.a_format not in (*_MXFP8, "NVFP4")
+        else:
+            fits = (self.a_format, self.b_format) != ("FP8_BLOCK", "NVFP4")
         return 64 if self.block_m == 128 and fits else self.block_m
 
     def prelude(self) -> str:
