@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -180,14 +181,26 @@ def test_expected_tiles_against_every_size() -> None:
 
 def test_rounds_of_routed_tokens() -> None:
     """Even sizes exactly, uneven ones against tiles of every geometric size; twice as much of these."""
-    for m, groups, block_m, share in ((5, 8, 16, 0.3), (96, 64, 8, 1.5), (1000, 64, 32, 4.0), (8192, 128, 64, 2.0)):
+    cases = ((5, 8, 16, 0.3), (96, 64, 8, 1.5), (1000, 64, 32, 4.0), (8192, 128, 64, 2.0), (8200, 33, 128, 1.1))
+    for (m, groups, block_m, share), short in itertools.product(cases, (1.0, 0.7)):
+
+        def cost(rows: int, block_m: int = block_m, short: float = short) -> float:
+            """Of the tiles of so many rows, in whole ones."""
+            return rows // block_m + (0 if rows % block_m == 0 else short if 2 * (rows % block_m) <= block_m else 1)
+
         rows, longer = divmod(m, groups)
-        even = math.ceil(sum(math.ceil((rows + (g < longer)) / block_m) for g in range(groups)) * share)
+        sizes = [rows + (g < longer) for g in range(groups)]
+        tiles = sum(math.ceil(s / block_m) for s in sizes)
+        even = math.ceil(tiles * share) * sum(map(cost, sizes)) / tiles
         q = m / (m + groups)
-        tiles = groups * sum((1 - q) * q**s * math.ceil(s / block_m) for s in range(200 * max(rows, 1)))
-        uneven = max(1.0, tiles * share + 0.5)
-        assert cost_model.routed_rounds(m, groups, block_m, share) == pytest.approx((even * uneven**2) ** (1 / 3))
+        chances = [(1 - q) * q**s for s in range(200 * max(rows, 1))]
+        mean = groups * sum(p * math.ceil(s / block_m) for s, p in enumerate(chances))
+        costs = groups * sum(p * cost(s) for s, p in enumerate(chances))
+        uneven = max(1.0, mean * share + 0.5) * costs / mean
+        got = cost_model.routed_rounds(m, groups, block_m, share, short)
+        assert got == pytest.approx((even * uneven**2) ** (1 / 3))
     assert cost_model.routed_rounds(1000, 1, 128, 0.5) == 4
+    assert cost_model.routed_rounds(1060, 1, 128, 0.5, 0.5) == pytest.approx(5 * 8.5 / 9)
     assert cost_model.routed_rounds(0, 8, 128, 0.5) == 1
 
 

@@ -143,22 +143,28 @@ def expected_rounds(m: int, num_groups: int, block_m: int, share: float) -> floa
     return max(1.0, _mean_ceil(sum(expected_m_tiles(m, groups, block_m)) * share, math.sqrt(groups - 1) * share))
 
 
-def routed_rounds(m: int, num_groups: int, block_m: int, share: float) -> float:
+def routed_rounds(m: int, num_groups: int, block_m: int, share: float, short: float = 1.0) -> float:
     """Rounds of whole tiles: the geometric mean over calls of which a third are routed evenly, two thirds are not.
 
-    share: tiles of each worker for one m-tile. Uneven are sizes that are as likely in any split of M rows into G groups
+    share: tiles of each worker for one m-tile. short: what a tile with at most half of its rows takes of a whole one; a
+    round takes what its tiles do on average. Uneven are sizes that are as likely in any split of M rows into G groups
     as in any other: s rows or more with probability q ** s, q = M / (M + G). A group's tiles begin at its rows 1,
-    block_m + 1, .., and so it has q + q ** (block_m + 1) + .. of them on average. The ends of uneven groups cost half a
-    round more.
+    block_m + 1, .., and so it has q + q ** (block_m + 1) + .. of them on average, a part q ** (block_m / 2) of which
+    have more than half of their rows. The ends of uneven groups cost half a round more.
     """
     rows, longer = divmod(m, num_groups)
-    even = (num_groups - longer) * -(-rows // block_m) + longer * -(-(rows + 1) // block_m)
-    rounds = max(1, math.ceil(even * share - 1e-9))
-    if num_groups == 1 or m == 0:
+    of_even = ((num_groups - longer, *divmod(rows, block_m)), (longer, *divmod(rows + 1, block_m)))
+    tiles = sum(groups * (whole + (rest > 0)) for groups, whole, rest in of_even)
+    rounds = max(1, math.ceil(tiles * share - 1e-9))
+    if m == 0:
         return rounds
+    ends = sum(groups for groups, _, rest in of_even if 0 < 2 * rest <= block_m)
+    even = rounds * (1 - (1 - short) * ends / tiles)
+    if num_groups == 1:
+        return even
     q = m / (m + num_groups)
-    uneven = num_groups * q / (1 - q**block_m)
-    return float((rounds * max(1.0, uneven * share + 0.5) ** 2) ** (1 / 3))
+    uneven = max(1.0, num_groups * q / (1 - q**block_m) * share + 0.5) * (1 - (1 - short) * (1 - q ** (block_m / 2)))
+    return float((even * uneven**2) ** (1 / 3))
 
 
 # How much of what half tiles are expected to spare counts in a choice when the sizes are unknown: a tile that wins by it

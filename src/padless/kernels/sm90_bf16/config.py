@@ -105,9 +105,13 @@ class Sm90Bf16Config:
         """Tokens of one copy: 64 where a tile of 128 with at most 64 of them (the end of a group) is copied, dequantised
         and multiplied as one of 64, else all of a tile.
 
-        That takes a second loop, for which 256 weight rows leave MXFP8 activations and NVFP4 x NVFP4 no registers.
+        That takes a second loop, for which some have no registers: with 256 weight rows MXFP8 activations and NVFP4 x
+        NVFP4, with 128 FP8_BLOCK x NVFP4, one of whose epilogues takes the most.
         """
-        fits = self.block_n == 128 or (self.a_format not in _MXFP8 and self.a_format != "NVFP4")
+        if self.block_n == 256:
+            fits = self.a_format not in (*_MXFP8, "NVFP4")
+        else:
+            fits = (self.a_format, self.b_format) != ("FP8_BLOCK", "NVFP4")
         return 64 if self.block_m == 128 and fits else self.block_m
 
     def prelude(self) -> str:
@@ -155,7 +159,8 @@ def select_config(
 
     def time(tile: tuple[int, int]) -> float:
         block_m, block_n = tile
-        rounds = routed_rounds(m, num_groups, block_m, ceil_div(n, block_n) / num_sms)
+        short = _SHORT if block_m == 128 and a_format == BF16 and fp4 else 1.0
+        rounds = routed_rounds(m, num_groups, block_m, ceil_div(n, block_n) / num_sms, short)
         return rounds * costs[block_m] * (cost_of_half if block_n == 128 else 1)
 
     least = min(m, most) if num_groups == 1 else 0  # a group alone is not cut: its weights would be read twice
@@ -189,6 +194,9 @@ _COSTS = {
     "FP4": ({8: 1.0, 16: 1.07, 32: 1.22, 64: 1.56, 128: 2.4}, 0.63),
     "FP8": ({8: 1.0, 16: 1.05, 32: 1.11, 64: 1.35, 128: 2.15}, 0.6),
 }
+# What a tile of 128 tokens with at most 64 of them takes of a full one (``box_rows``), measured of bf16 activations and
+# FP4 weights. Of other formats it counts as a full one.
+_SHORT = 0.71
 
 
 def fit(
