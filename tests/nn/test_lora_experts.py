@@ -134,13 +134,22 @@ def test_the_operators_of_low_rank_products() -> None:
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5), test_utils=utils)
     tokens = torch.tensor([3, 1, 8], dtype=torch.int32)
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5, tokens), test_utils=utils)
-    chosen = (torch.tensor([0, -1]), torch.tensor([0, 1] * 4 + [0], dtype=torch.int32))
-    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs[:2], 1, 0.5, None, *chosen), test_utils=utils)
     for added in (None, torch.randn((9, 48), generator=g).bfloat16()):
         torch.library.opcheck(ops.low_rank_up, (t, [back], offs, 2, 0.5, added), test_utils=utils)
     for format in ("BF16", "FP8_BLOCK"):
         given = (t, [back], offs, 2, 0.5, added, "swiglu", "alternating", 1.7, 7.0, 1.0, format)
         torch.library.opcheck(ops.low_rank_up_activated, given, test_utils=utils)
+    chosen = (ids, torch.tensor([1, 0]))
+    inverse = torch.tensor([[0, 3], [1, -3]], dtype=torch.int32)
+    for given, of_rows in ((rows[:2], None), (rows[:4], inverse)):
+        torch.library.opcheck(ops.looked_up_down, (given, [factor] * 2, *chosen, of_rows), test_utils=utils)
+    of_slots = (t[:4], [back] * 2, *chosen, inverse, 0.5, added[:4])
+    for format in ("BF16", "FP8_BLOCK"):
+        given = (*of_slots, "swiglu", "alternating", 1.7, 7.0, 1.0, format)
+        torch.library.opcheck(ops.looked_up_up_activated, given, test_utils=utils)
+    for shared in (None, torch.ones(2, 48)):
+        given = (*of_slots, torch.rand(2, 2), shared, torch.float32)
+        torch.library.opcheck(ops.looked_up_combined, given, test_utils=utils)
 
 
 class Largest(TorchDispatchMode):
