@@ -159,16 +159,16 @@ def looked_up_experts(
     shared = None if shared is None else shared.contiguous()
     format, scale = frozen.how
     routing, rows = gathered(x16 if format is None else x, ids, frozen.w13.data.shape[0], format, scale)
-    chosen, a = (ids, adapter_ids), frozen.activation
-    t = call("looked_up_down", x16, list(of13.a), *chosen, None)
+    a = frozen.activation
+    t = call("looked_up_down", x16, list(of13.a), ids, adapter_ids, None)
     y = Projection(frozen.w13, frozen.bias13, None).product(rows, routing.offs)
     how = (a.kind, a.gate_up, a.alpha, a.limit, a.up_offset, "BF16" if format is None else format.name)
-    given = (*chosen, routing.inverse, of13.scaling, y, *how)
-    hidden, codes, codes_scale = call("looked_up_up_activated", t, list(of13.b), *given)
-    t = call("looked_up_down", hidden, list(of2.a), *chosen, routing.inverse)
+    chosen = (ids, adapter_ids, routing.inverse)
+    hidden, codes, codes_scale = call("looked_up_up_activated", t, list(of13.b), *chosen, of13.scaling, y, *how)
+    t = call("looked_up_down", hidden, list(of2.a), *chosen)
     if format is not None:
         hidden = BlockScaledTensor(codes.view(format.data_dtype), codes_scale, format)
     y = Projection(frozen.w2, frozen.bias2, None).product(hidden, routing.offs)
-    given = (*chosen, routing.inverse, of2.scaling, y, weights, shared, x.dtype)
-    out: torch.Tensor = call("looked_up_combined", t, list(of2.b), *given)
+    out: torch.Tensor
+    out = call("looked_up_combined", t, list(of2.b), *chosen, of2.scaling, y, weights, shared, x.dtype)
     return out

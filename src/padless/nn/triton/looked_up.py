@@ -4,7 +4,7 @@ Where few rows are read of each adapter, most of the time is a chain of loads, s
 ahead still run: see `Slots`.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _FACTOR_VALUES = 1 << 14  # of a program of four warps
 
 def down(rows: torch.Tensor, factors: Sequence[torch.Tensor], slots: Slots, width: int) -> torch.Tensor:
     """`padless.nn.lora.looked_up.down`, of rows whose last stride is 1; neither M nor K is 0."""
-    t = torch.empty((slots.count, width), dtype=torch.bfloat16, device=rows.device)
+    t = torch.empty((slots.ids.numel(), width), dtype=torch.bfloat16, device=rows.device)
     given, tiles, how = _given(factors, slots)
     launch_down(rows, None, t, slots, given, 1.0, tiles, how)
     return t
@@ -81,7 +81,7 @@ def _columns_combined(block_r: int, top_k: int) -> int:
 def _given(factors: Sequence[torch.Tensor], slots: Slots) -> tuple[Given, Tiles, dict[str, int]]:
     """What a launch of slots is given, of at most `FACTORS` factors."""
     (given,) = launches_of(factors, factors[0].shape[0], 1)
-    return given, Tiles(LEAST_ROWS, slots.count, 1), programmatic(slots.ids.device, early=given.is_known)
+    return given, Tiles(LEAST_ROWS, slots.ids.numel(), 1), programmatic(slots.ids.device, early=given.is_known)
 
 
 @triton.jit(do_not_specialize=["blocks", "num_experts", "per_expert", "first_factor", "num_factors"])

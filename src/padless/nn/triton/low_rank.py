@@ -43,10 +43,6 @@ class Slots(NamedTuple):
     adapter_ids: torch.Tensor
     inverse: torch.Tensor | None = None
 
-    @property
-    def count(self) -> int:
-        return self.ids.numel()
-
 
 def low_rank_down(
     rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int,
@@ -73,7 +69,7 @@ def low_rank_up(
     blocks = ceil_div(columns, block_n)
     tiles = _tiles_of(t.shape[0], blocks, offs.shape[0])
     for given in launches_of(factors, offs.shape[0], per_expert):
-        launch(_up, tiles.count * blocks)(
+        launch(_up, tiles.programs * blocks)(
             t, out, offs, *given.factors, added, t.shape[0], columns, blocks, *given.numbers, scaling, RANK=rank,
             WIDTH=t.shape[1], BLOCK_R=block_r, BLOCK_N=block_n, num_warps=tiles.num_warps, **tiles.constants,
             **given.options, **_programmatic(t.shape[0], t.device),
@@ -114,7 +110,7 @@ def launch_down(
     block_r = max(16, triton.next_power_of_2(t.shape[1]))
     top_k, of_places = _arguments(places)
     steps = _steps_down(block_r, of_slots=top_k > 0)
-    launch(_down, tiles.count)(
+    launch(_down, tiles.programs)(
         rows, tokens, t, *of_places, *given.factors, t.shape[0], rows.stride(0), *given.numbers, scaling, TOP_K=top_k,
         K=columns, RANK=rank, WIDTH=t.shape[1], BLOCK_R=block_r, BLOCK_K=steps.columns, STAGES=steps.stages,
         num_warps=steps.num_warps, **tiles.constants, **given.options, **how,
@@ -134,7 +130,7 @@ def launch_up_activated(
         scale = empty_mn_major(rows, blocks, t.device)
     rank = given.factors[0].shape[2]
     top_k, of_places = _arguments(places)
-    launch(_up_activated, tiles.count * blocks)(
+    launch(_up_activated, tiles.programs * blocks)(
         t, added, values, codes, scale, *of_places, *given.factors, rows, columns, blocks, *given.numbers, scaling,
         0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
         KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
@@ -176,7 +172,7 @@ class Tiles(NamedTuple):
     """Tiles of so many rows, a power of two, and how many: of so many groups, or of slots, which have a row each."""
 
     rows: int
-    count: int
+    programs: int
     groups: int
 
     @property
