@@ -242,16 +242,13 @@ def _tile_of(offs_ptr, tile, M, num_groups, ROWS: tl.constexpr, GROUPS: tl.const
     place = tl.arange(0, GROUPS)
     ends = tl.minimum(tl.load(offs_ptr + place, mask=place < num_groups, other=0), M)
     starts = tl.minimum(tl.load(offs_ptr + place - 1, mask=(place > 0) & (place < num_groups), other=0), M)
-    tiles = (ends - starts + ROWS - 1) // ROWS
-    last = tl.cumsum(tiles, axis=0)
-    total = tl.max(last)
-    group = tl.sum((last <= tile).to(tl.int32))
-    is_mine = place == group
-    first = tl.sum(tl.where(is_mine, starts + (tile - (last - tiles)) * ROWS, 0))
-    end = tl.sum(tl.where(is_mine, ends, 0))
-    first = tl.where(tile < total, first, tl.max(ends) + (tile - total) * ROWS)
-    end = tl.where(tile < total, end, M)
-    return tl.minimum(group, num_groups), first, tl.minimum(end, first + ROWS)
+    last = tl.cumsum((ends - starts + ROWS - 1) // ROWS, axis=0)  # in each place, of the groups so far
+    group = tl.minimum(tl.sum((last <= tile).to(tl.int32)), num_groups)
+    before = tl.max(tl.where(last <= tile, last, 0))
+    start = tl.minimum(tl.load(offs_ptr + group - 1, mask=group > 0, other=0), M)
+    end = tl.minimum(tl.load(offs_ptr + group, mask=group < num_groups, other=M), M)
+    first = start + (tile - before) * ROWS
+    return group, first, tl.minimum(end, first + ROWS)
 
 
 @triton.jit
