@@ -21,7 +21,7 @@ from padless.nn.lora import inside, low_rank
 from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
 from padless.nn.lora.frozen import Frozen, activated_product, adapted_product, added_product
 from padless.nn.lora.looked_up import looked_up_experts, looks_up
-from padless.nn.lora.low_rank import Factors, LowRank
+from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
@@ -220,8 +220,8 @@ class LoraExperts(AdaptedModule):
         elif self._looks_up(frozen, x, top_k_index, top_k_weights, shared):
             self._num_pairs()
             self._check_adapter_ids(top_k_index, adapter_ids)
-            given = (x, top_k_index, top_k_weights, shared, adapter_ids, frozen)
-            return looked_up_experts(*given, *map(self._factors_of, ((self.a13, self.b13), (self.a2, self.b2))))
+            of = [self._of_names(a, b, self.adapters, False) for a, b in ((self.a13, self.b13), (self.a2, self.b2))]
+            return looked_up_experts(x, top_k_index, top_k_weights, shared, adapter_ids, frozen, *of)
         else:
             pairs_of_slots = self._pairs(top_k_index, adapter_ids)
             (pairs, tokens, inverse), read = routed(x, pairs_of_slots, self._num_pairs(), frozen)
@@ -347,10 +347,6 @@ class LoraExperts(AdaptedModule):
             return False
         is_trained = (self.training and self.dropout > 0.0) or has_backward(x, weights, shared, *self.parameters())
         return not is_trained
-
-    def _factors_of(self, both: tuple[torch.nn.ParameterDict, torch.nn.ParameterDict]) -> Factors:
-        a, b = (tuple(p[name] for name in self.adapters) for p in both)
-        return Factors(a, b, 1, self.scaling)
 
     def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
         """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""

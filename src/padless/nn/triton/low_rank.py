@@ -387,11 +387,11 @@ def _down(
     factor = factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
     live = tl.arange(0, ROWS)
     of_row = live * row_stride
+    if IS_SLOT and PROGRAMMATIC > 0:
+        _prefetch(factor, rank_stride, k_stride, RANK, K, BLOCK_R)
     if READS_TOKENS:
         rows_ptr += (first // TOP_K).to(tl.int64) * row_stride
     elif IS_SLOT:
-        if PROGRAMMATIC > 0:
-            _prefetch(factor, rank_stride, k_stride, RANK, K, BLOCK_R)
         wait(PROGRAMMATIC)
         rows_ptr += tl.sum(row_of(inverse_ptr, first)) * row_stride
     elif tokens_ptr is None:
