@@ -133,9 +133,10 @@ def launch_up_activated(
     launch(_up_activated, tiles.programs * blocks)(
         t, added, values, codes, scale, *of_places, *given.factors, rows, columns, blocks, *given.numbers, scaling,
         0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
-        tiles.turns, KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
-        TOP_K=top_k, RANK=rank, WIDTH=t.shape[1], BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=COLUMNS,
-        num_warps=tiles.num_warps, **tiles.constants, **given.options, **how,
+        tiles.turns, KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up],
+        HAS_LIMIT=activation.limit is not None, TOP_K=top_k, RANK=rank, WIDTH=t.shape[1],
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=COLUMNS, num_warps=tiles.num_warps, **tiles.constants,
+        **given.options, **how,
     )  # fmt: skip
     return values, codes, scale
 
