@@ -35,8 +35,8 @@ COLUMNS = 128
 class Slots(NamedTuple):
     """ids: (T, k) experts of the slots. adapter_ids: (T,). inverse: (T, k), the rows of slots; all contiguous.
 
-    Launches of slots begin before the kernels ahead have ended, and read these but for inverse, the factors, and tokens
-    at once. So the first launch behind what writes them has to wait for it before it lets the next one begin.
+    Launches of slots begin before the kernels ahead have ended. What they read at once, ids, adapter_ids, factors and
+    rows of tokens, is therefore older than the launch that sorts the slots, which waits before it lets another begin.
     """
 
     ids: torch.Tensor
