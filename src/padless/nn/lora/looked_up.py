@@ -82,7 +82,7 @@ def _added(
     t: torch.Tensor, factors: Sequence[torch.Tensor], ids: torch.Tensor, adapter_ids: torch.Tensor,
     inverse: torch.Tensor, scaling: float, added: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """What `padless.nn.lora.low_rank.up` gives of rows."""
+    """The result of `padless.nn.lora.low_rank.up`, by rows."""
     rows, out = _rows(inverse), added.clone()
     for some, factor in _slots(factors, ids, adapter_ids):
         found = t[some, : factor.shape[1]].float() @ as_read(factor).T * scaling
@@ -152,9 +152,9 @@ def looked_up_experts(
 ) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.experts.adapted_experts` for few slots, outside of autograd and without dropout; (T, H).
 
-    of13, of2: A and B of the adapters, of each projection; per_expert is not looked at.
+    of13, of2: A and B of the adapters, of each projection; per_expert is not used.
     """
-    # All that kernels of slots read at once is made ahead of the first launch, which waits for it.
+    # All that kernels of slots read before they wait is made ahead of the first launch, which waits for it.
     x16, ids, adapter_ids, weights = (t.contiguous() for t in (x.to(torch.bfloat16), ids, adapter_ids, weights))
     shared = None if shared is None else shared.contiguous()
     format, scale = frozen.how

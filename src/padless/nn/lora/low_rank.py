@@ -138,7 +138,7 @@ def up(
 
 
 def up_activated_fake(added: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `up_activated` gives for added and the activation and format."""
+    """Empty results of `up_activated` of added, an activation and a format."""
     *activation, format = how
     rows, columns = added.shape[0], Activation(*activation).out_columns(added.shape[1])
     values = added.new_empty((rows, columns))

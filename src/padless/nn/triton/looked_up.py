@@ -79,7 +79,7 @@ def _columns_combined(block_r: int, top_k: int) -> int:
 
 
 def _given(factors: Sequence[torch.Tensor], slots: Slots) -> tuple[Given, Tiles, dict[str, int]]:
-    """What a launch of slots is given, of at most `FACTORS` factors."""
+    """Arguments and options of a launch of slots, of at most `FACTORS` factors."""
     (given,) = launches_of(factors, factors[0].shape[0], 1)
     how = programmatic(slots.ids.device, early=given.is_known)
     return given, Tiles(LEAST_ROWS, slots.ids.numel(), 1, 2 if "launch_pdl" in how else 1), how

@@ -35,8 +35,8 @@ COLUMNS = 128
 class Slots(NamedTuple):
     """ids: (T, k) experts of the slots. adapter_ids: (T,). inverse: (T, k), the rows of slots; all contiguous.
 
-    Launches of slots begin before the kernels ahead have ended. What they read at once, ids, adapter_ids, factors and
-    rows of tokens, is therefore older than the launch that sorts the slots, which waits before it lets another begin.
+    Launches of slots begin before the kernels ahead have ended. What they read before they wait, ids, adapter_ids,
+    factors and rows of tokens, is therefore older than the launch that sorts the slots, which waits before it lets another begin.
     """
 
     ids: torch.Tensor
@@ -154,7 +154,7 @@ class Given(NamedTuple):
 
 
 def launches_of(factors: Sequence[torch.Tensor], groups: int, per_expert: int) -> list[Given]:
-    """What each launch is given."""
+    """The arguments of each launch."""
     is_known = len({(t.stride(), t.dtype) for t in factors}) == 1
     if not is_known:
         factors = [t.contiguous() for t in factors]
