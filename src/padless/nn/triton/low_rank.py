@@ -36,7 +36,8 @@ class Slots(NamedTuple):
     """ids: (T, k) experts of the slots. adapter_ids: (T,). inverse: (T, k), the rows of slots; all contiguous.
 
     Launches of slots begin before the kernels ahead have ended. What they read before they wait, ids, adapter_ids,
-    factors and rows of tokens, is therefore older than the launch that sorts the slots, which waits before it lets another begin.
+    factors and rows of tokens, is therefore older than the launch that sorts the slots, which waits before it lets
+    another begin.
     """
 
     ids: torch.Tensor
