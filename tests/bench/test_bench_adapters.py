@@ -21,7 +21,7 @@ from padless.bench.commands import chosen_points
 from padless.bench.report.terminal import show
 from padless.bench.results import failures
 from padless.nn.lora import LoraExperts
-from padless.nn.lora.low_rank import LowRank
+from padless.nn.lora.low_rank import Factors
 from padless.testing.judge import row_errors
 from support.bench_records import StandInTimer
 
@@ -78,9 +78,8 @@ def test_a_models_steps_lower_the_loss_and_count_bytes() -> None:
 class Backwards(LoraExperts):
     """Adds the adapter the other way round."""
 
-    def _low_rank(self, *arguments: Any) -> LowRank:
-        right = super()._low_rank(*arguments)
-        return right._replace(factors=right.factors._replace(scaling=-self.scaling))
+    def _of_names(self, *arguments: Any) -> Factors:
+        return super()._of_names(*arguments)._replace(scaling=-self.scaling)
 
 
 @pytest.mark.parametrize("part", ["forward", "step", "decode"])

@@ -81,6 +81,33 @@ def test_adapters_by_token(pair: Any) -> None:
         assert torch.equal(alone[ids == n], got["out"][ids == n])
 
 
+@pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_slots_that_look_adapters_up(pair: Any, dtype: torch.dtype) -> None:
+    """Without gradients, with slots of no expert, a shared expert and strided arguments: the bits of pairs."""
+    layer = draw_layer(pair, tokens=23, bias=True, **GPT_OSS)
+    m = module(layer, adapters=("one", "two"), rank=24)
+    x, shared = (t.to(dtype).repeat_interleave(2, 1)[:, ::2] for t in (layer.x, layer.x.flip(0)))
+    ids, weights = (t.repeat_interleave(2, 1)[:, ::2] for t in (layer.ids, layer.weights))
+    ids[5, 0], ids[9] = -1, 77
+    chosen = torch.arange(46)[::2] % 4 - 1
+    with torch.no_grad(), mock.patch.object(experts, "looked_up_experts", wraps=experts.looked_up_experts) as looked:
+        got = m(x, ids, weights, shared, adapter_ids=chosen)
+        assert looked.call_count == 1
+        with mock.patch.object(experts, "_FEW_SLOTS", 0):
+            want = m(x, ids, weights, shared, adapter_ids=chosen)
+        assert looked.call_count == 1
+        assert got.dtype == want.dtype == dtype
+        assert torch.equal(got, want)
+        for other in ({"rank": 65}, {"adapters": tuple("abcdefghi")}, {"activations": NVFP4}):
+            n = draw_layer((NVFP4, None)) if "activations" in other else layer
+            of = module(n, **{name: value for name, value in other.items() if name != "activations"})
+            of(n.x, n.ids, n.weights, adapter_ids=torch.zeros(len(n.x), dtype=torch.int64))
+        assert looked.call_count == 1
+    m(x.clone().requires_grad_(), ids, weights, shared, adapter_ids=chosen)
+    assert looked.call_count == 1
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=pair_name)
 @pytest.mark.parametrize("options", [{}, {"shared": True, "bias": True, **GPT_OSS}], ids=["plain", "gpt-oss"])
 def test_without_adapters_bits_of_moe(pair: Any, options: dict[str, Any]) -> None:
@@ -134,13 +161,22 @@ def test_the_operators_of_low_rank_products() -> None:
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5), test_utils=utils)
     tokens = torch.tensor([3, 1, 8], dtype=torch.int32)
     torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs, 2, 0.5, tokens), test_utils=utils)
-    chosen = (torch.tensor([0, -1]), torch.tensor([0, 1] * 4 + [0], dtype=torch.int32))
-    torch.library.opcheck(ops.low_rank_down, (rows, [factor], offs[:2], 1, 0.5, None, *chosen), test_utils=utils)
     for added in (None, torch.randn((9, 48), generator=g).bfloat16()):
         torch.library.opcheck(ops.low_rank_up, (t, [back], offs, 2, 0.5, added), test_utils=utils)
     for format in ("BF16", "FP8_BLOCK"):
         given = (t, [back], offs, 2, 0.5, added, "swiglu", "alternating", 1.7, 7.0, 1.0, format)
         torch.library.opcheck(ops.low_rank_up_activated, given, test_utils=utils)
+    chosen = (ids, torch.tensor([1, 0]))
+    inverse = torch.tensor([[0, 3], [1, -3]], dtype=torch.int32)
+    for given, of_rows in ((rows[:2], None), (rows[:4], inverse)):
+        torch.library.opcheck(ops.looked_up_down, (given, [factor] * 2, *chosen, of_rows), test_utils=utils)
+    of_slots = (t[:4], [back] * 2, *chosen, inverse, 0.5, added[:4])
+    for format in ("BF16", "FP8_BLOCK"):
+        given = (*of_slots, "swiglu", "alternating", 1.7, 7.0, 1.0, format)
+        torch.library.opcheck(ops.looked_up_up_activated, given, test_utils=utils)
+    for shared in (None, torch.ones(2, 48)):
+        given = (*of_slots, torch.rand(2, 2), shared, torch.float32)
+        torch.library.opcheck(ops.looked_up_combined, given, test_utils=utils)
 
 
 class Largest(TorchDispatchMode):
@@ -229,8 +265,11 @@ def test_compiled_whole(pair: Any, chosen: bool) -> None:
     ids = torch.arange(len(layer.x)) % 3 - 1 if chosen else None
     want = run(layer, m, dout, ids)
     torch._dynamo.reset()
-    got = run(layer, torch.compile(m, backend="aot_eager", fullgraph=True), dout, ids)
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    got = run(layer, compiled, dout, ids)
     assert all(torch.equal(got[name], t) for name, t in want.items())
+    with torch.no_grad():
+        assert torch.equal(compiled(layer.x, layer.ids, layer.weights, adapter_ids=ids), want["out"])
 
 
 def test_dropout_acts_in_training_alone() -> None:

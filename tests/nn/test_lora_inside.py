@@ -141,12 +141,11 @@ def test_other_weights_and_rows_are_not_taken() -> None:
     factor = torch.zeros(5, 16, 160)
     offs = torch.zeros(5, dtype=torch.int32)
 
-    def taken(operand: Any, w: Any, count: int = 1, chosen: torch.Tensor | None = None) -> bool:
-        return inside.adds_inside(operand, w, LowRank(Factors((factor,), (), count, 1.0), offs, adapter_ids=chosen))
+    def taken(operand: Any, w: Any, count: int = 1) -> bool:
+        return inside.adds_inside(operand, w, LowRank(Factors((factor,), (), count, 1.0), offs))
 
     assert taken(rows, layer.w13)
     assert not taken(rows, layer.w13, 2)
-    assert not taken(rows, layer.w13, 1, offs)
     assert not taken(layer.x, layer.w13)
     with backend_on_cpu("emulator:sm_100a"):
         assert not taken(rows, layer.w13)

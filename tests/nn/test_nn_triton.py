@@ -41,7 +41,7 @@ def test_on_the_gpu(name: str) -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
     from padless.moe.triton import quantize_rows, slots
-    from padless.nn.triton import activation, dequantize, low_rank, rows, swiglu
+    from padless.nn.triton import activation, dequantize, looked_up, low_rank, rows, swiglu
     from padless.quantization.triton import casts
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
@@ -55,6 +55,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (low_rank, "_down"),
         (low_rank, "_up"),
         (low_rank, "_up_activated"),
+        (looked_up, "_combine"),
         (quantize_rows, "_quantize_rows"),
         (low_rank, "_pairs"),
         (slots, "_slots_to_rows"),

@@ -303,42 +303,81 @@ def activated_sums(device: str) -> None:
 
 
 @case
-def adapters_of_tokens(device: str) -> None:
-    """Rows that look their adapters up have the bits of rows in groups of (expert, adapter)."""
-    from padless.moe import Activation
+def slots_that_look_adapters_up(device: str) -> None:
+    """They have the bits of rows in groups of (expert, adapter): slots of no expert and tokens of no adapter too."""
+    from padless.moe import Activation, twins
+    from padless.nn.lora import looked_up as definition
     from padless.nn.lora import low_rank
+    from padless.nn.triton import looked_up
     from padless.nn.triton import low_rank as kernels
 
     g = torch.Generator().manual_seed(11)
-    tokens, top_k, experts, count, k, columns, rank = 9, 2, 3, 2, 136, 128, 16
-    ids = torch.randint(0, experts, (tokens, top_k), generator=g)
-    chosen = torch.tensor([-1, 0, 1, 2, 1, 0, 7, -9, 1])
-    a = [torch.randn(experts, rank, k, generator=g).bfloat16().to(device) for _ in range(count)]
-    b = [torch.randn(experts, 2 * columns, rank, generator=g).bfloat16().to(device) for _ in range(count)]
-    x = torch.randn(tokens, k, generator=g).bfloat16().to(device)
-    added = torch.randn(tokens, top_k, 2 * columns, generator=g).bfloat16()  # by slot
-    activation = Activation("swiglu")
-    found = {}
-    for name, of_slots, groups in (
-        ("pairs", low_rank.adapter_pairs(ids, chosen, experts, count), experts * (count + 1)),
-        ("looked up", ids, experts),
+    of_gpt_oss = {"alpha": 1.702, "limit": 2.0, "up_offset": 1.0}
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).bfloat16()
+
+    for activation, top_k, rank, k, columns, dtype, out in (
+        (Activation("swiglu"), 2, 16, 136, 128, torch.bfloat16, torch.bfloat16),
+        (Activation("swiglu", "alternating", **of_gpt_oss), 3, 5, 272, 200, torch.float32, torch.float32),
+        (Activation("geglu", "interleaved"), 1, 40, 64, 96, torch.bfloat16, torch.float16),
     ):
-        order = of_slots.flatten().sort(stable=True).indices
-        offs = torch.bincount(of_slots.flatten(), minlength=groups).cumsum(0).int().to(device)
-        of_rows = (order // top_k).int().to(device)
-        by_token = (None, None) if name == "pairs" else (chosen.to(device), of_rows)
-        given = (offs, count + 1 if name == "pairs" else 1)
+        tokens, experts, count, h = 9, 3, 2, 144
+        chosen = torch.tensor([-1, 0, 1, 2, 1, 0, 7, -9, 1], dtype=torch.int32 if top_k == 3 else torch.int64)
+        ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=g)
+        a13, b13, a2, b2 = (
+            [drawn(experts, *shape).to(dtype) for _ in range(count)]
+            for shape in ((rank, k), (2 * columns, rank), (rank, columns), (h, rank))
+        )
+        added, y = drawn(tokens * top_k, 2 * columns), drawn(tokens * top_k, h)
+        x, weights, b2 = (
+            drawn(tokens, k),
+            drawn(tokens, top_k),
+            [f * 2**-8 for f in b2],
+        )  # so that float16 holds the sums
+        shared = drawn(tokens, h) if top_k == 2 else None
+        inverse = twins.route(ids, experts)[2]
+        rows = torch.where(inverse < 0, -1 - inverse, inverse).flatten().long()
+        there = lambda *given: [t.to(device) if isinstance(t, torch.Tensor) else t for t in given]  # noqa: E731
+        factors = [[f.to(device) for f in fs] for fs in (a13, b13, a2, b2)]
+        slots = looked_up.Slots(*there(ids, chosen, inverse))
         with poisoned_memory():
-            t = kernels.low_rank_down(x, a, *given, 1.0, 16, of_rows, by_token)
-            has = ((chosen >= 0) & (chosen < count))[order // top_k]
-            t_known = torch.where(has[:, None].to(device), t, torch.zeros_like(t))
-            y = added.flatten(0, 1)[order].to(device)
-            h = kernels.low_rank_up(t, b, *given, 0.5, y, by_token)
-            all_of = kernels.low_rank_up_activated(t, b, *given, 0.5, y, activation, True, by_token)
-        back = order.argsort()
-        found[name] = [r.cpu()[back].contiguous() for r in (t_known, h, *all_of)]
-    for got, want in zip(found["looked up"], found["pairs"], strict=True):
-        assert_bits("looked up", got, want)
+            t = looked_up.down(x.to(device), factors[0], slots._replace(inverse=None), low_rank.width_of(rank))
+            values, codes, scale = looked_up.up_activated(t, factors[1], slots, 0.5, added.to(device), activation, True)
+            alone, nothing, _ = looked_up.up_activated(t, factors[1], slots, 0.5, added.to(device), activation, False)
+            t2 = looked_up.down(values, factors[2], slots, low_rank.width_of(rank))
+            z = looked_up.combined(t2, factors[3], slots, 0.5, *there(y, weights, shared), out)
+            assert nothing is None
+            # The same by pairs, whose rows are in another order.
+            pairs = low_rank.adapter_pairs(ids, chosen, experts, count)
+            ends, pair_tokens, of_pairs = twins.route(pairs, experts * (count + 1))
+            back = torch.where(of_pairs < 0, -1 - of_pairs, of_pairs).flatten().long()  # the row of each slot
+            order = back.argsort()  # the slot of each row
+            given = (ends.to(device), count + 1)
+            want_t = kernels.low_rank_down(x.to(device), factors[0], *given, 1.0, t.shape[1], pair_tokens.to(device))
+            in_pairs = added[rows[order]].to(device)
+            want = kernels.low_rank_up_activated(want_t, factors[1], *given, 0.5, in_pairs, activation, True)
+            want_t2 = kernels.low_rank_down(want[0], factors[2], *given, 1.0, t2.shape[1])
+            want_y = kernels.low_rank_up(want_t2, factors[3], *given, 0.5, y[rows[order]].to(device))
+        has = ((ids >= 0) & (ids < experts) & ((chosen >= 0) & (chosen < count))[:, None]).flatten()
+        for name, got, by_pair in (("t", t, want_t), ("t of the second", t2, want_t2)):
+            assert_bits(name, got.cpu()[has], by_pair.cpu()[back][has])
+        for name, got, by_pair in (("values", values, want[0]), ("codes", codes, want[1]), ("scales", scale, want[2])):
+            assert_bits(name, got.cpu()[rows].contiguous(), by_pair.cpu()[back].contiguous())
+        assert_bits("values without codes", alone, values.cpu())
+        sums = twins.combine(want_y.cpu(), of_pairs, weights, shared, out)
+        assert_bits("the sum of a token", z, sums)
+        # The definitions, of the same t, but for the order of its sums.
+        given = (ids, chosen, inverse, 0.5)
+        of = (activation.kind, activation.gate_up, activation.alpha, activation.limit, activation.up_offset, "BF16")
+        for name, got, found in (
+            ("t", t[has], definition.down(x, a13, ids, chosen, None)[has]),
+            ("t of the second", t2[has], definition.down(values.cpu(), a2, ids, chosen, inverse)[has]),
+            ("values", values, definition.up_activated(t.cpu(), b13, *given, added, *of)[0]),
+            ("the sum", z, definition.combined(t2.cpu(), b2, *given, y, weights, shared, out)),
+        ):
+            far = (got.cpu().float() - found.float()).abs().max()
+            assert far <= 2**-6 * found.float().abs().max(), f"{name}: {far}"
 
 
 def both(down: Any, up: Any, given: list[torch.Tensor], a: Any, b: Any, per_expert: int) -> tuple[torch.Tensor, ...]:

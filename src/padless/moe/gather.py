@@ -72,8 +72,8 @@ def route_quantize(
 
 
 def route_gather(x: torch.Tensor, top_k_index: torch.Tensor, num_experts: int) -> tuple[Routing, torch.Tensor]:
-    """(route(top_k_index, num_experts), x[tokens] (S, K)) of bfloat16 x: one launch up to 1024 slots. Not traced."""
-    if not ops.fuses_routing(x, top_k_index):
+    """(route(top_k_index, num_experts), x[tokens] (S, K)) of bfloat16 x: one launch up to 1024 slots."""
+    if ops.is_traced(x, top_k_index) or not ops.fuses_routing(x, top_k_index):
         routing = route(top_k_index, num_experts)
         return routing, x.index_select(0, routing.tokens)
     from padless.moe.triton import quantize_rows

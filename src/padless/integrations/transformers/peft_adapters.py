@@ -16,7 +16,9 @@ from padless.integrations.transformers.experts import NAME, fused_activation
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, first_projection, is_quantized, label
 from padless.moe.activation import Activation
 from padless.moe.routing import check_ids
-from padless.nn.lora.experts import Frozen, adapted_experts, routed
+from padless.nn.lora.base import format_of_rows
+from padless.nn.lora.experts import adapted_experts, routed
+from padless.nn.lora.frozen import Frozen
 from padless.nn.lora.low_rank import Factors, LowRank
 
 
@@ -141,9 +143,8 @@ def _adapted(
     how, weights = fused_activation(module), expert_weights(module)
     assert how is not None, "the wrapper refuses it"
     check_ids(top_k_index, weights.w13.data.shape[0])
-    frozen = Frozen(
-        weights.w13, weights.w2, weights.bias13, weights.bias2, Activation(**how), weights.activation_format
-    )
+    of_rows = format_of_rows(weights.activation_format, weights.w13)
+    frozen = Frozen(weights.w13, weights.w2, weights.bias13, weights.bias2, Activation(**how), of_rows)
     (offs, tokens, inverse), read = routed(hidden_states, top_k_index, weights.w13.data.shape[0], frozen)
 
     def low_rank(side: str) -> LowRank | None:

@@ -132,6 +132,14 @@ class AdaptedModule(nn.Module):
         groups: torch.Tensor,
     ) -> LowRank:
         """What adapters of these names add to rows whose groups (expert, adapter) end at `groups`."""
+        return LowRank(self._of_names(a, b, names, with_none), groups, self.dropout if self.training else 0.0)
+
+    def _of_names(
+        self,
+        a: Mapping[str, torch.Tensor] | nn.ParameterDict,
+        b: Mapping[str, torch.Tensor] | nn.ParameterDict,
+        names: tuple[str, ...],
+        with_none: bool,
+    ) -> Factors:
         down, up = (tuple(p[name] for name in names) for p in (a, b))
-        dropout = self.dropout if self.training else 0.0
-        return LowRank(Factors(down, up, len(names) + with_none, self.scaling), groups, dropout)
+        return Factors(down, up, len(names) + with_none, self.scaling)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,31 +19,21 @@ from padless.nn.calls import call
 from padless.nn.experts import checking
 from padless.nn.lora import inside, low_rank
 from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
-from padless.nn.lora.frozen import activated_product, adapted_product, added_product
+from padless.nn.lora.frozen import Frozen, activated_product, adapted_product, added_product
+from padless.nn.lora.looked_up import looked_up_experts, looks_up
 from padless.nn.lora.low_rank import LowRank
 from padless.nn.lora.tokens import activated, combined, gathered_rows
 from padless.nn.weight_codes import has_backward
 from padless.ops.checks import describe
 
-_FEW_SLOTS = 1024  # up to here rows look their adapters up, where nothing is trained
-
-
-class Frozen(NamedTuple):
-    """Both projections' codes and biases, the activation between them, and rows' format as `LoraExperts` takes it."""
-
-    w13: BlockScaledTensor
-    w2: BlockScaledTensor
-    bias13: torch.Tensor | None
-    bias2: torch.Tensor | None
-    activation: Activation
-    activations: BlockScaledFormat | torch.dtype | None
+_FEW_SLOTS = 1024  # up to here slots look their adapters up, where nothing is trained
 
 
 def routed(
     x: torch.Tensor, ids: torch.Tensor, num_groups: int, frozen: Frozen
 ) -> tuple[Routing, BlockScaledTensor | torch.Tensor | None]:
     """The routing of ids (T, k), and rows as they are multiplied where that takes more than gathering them."""
-    format, scale = format_of_rows(frozen.activations, frozen.w13)
+    format, scale = frozen.how
     if format is None:
         return route(ids, num_groups), None
     return route_quantize(x.detach(), ids, num_groups, format, global_scale=scale)
@@ -66,14 +55,14 @@ def adapted_experts(
     added before the activation, and to the second projection; None for nothing. The others are those of `LoraExperts`.
     """
     offs, tokens, inverse = routing
-    how = format_of_rows(frozen.activations, frozen.w13)
     if low13 is not None and low2 is not None and not _keeps_rows(frozen, low13, low2, x, top_k_weights, shared):
         x16 = x.to(torch.bfloat16)
-        y = inferred_rows(x16, tokens, x16[tokens] if read is None else read, offs, frozen, how, low13, low2)
+        read = x16.index_select(0, tokens) if read is None else read
+        y = inferred_rows(x16, tokens, read, offs, frozen, low13, low2)
     else:
         rows = gathered_rows(x, tokens, inverse)
         read = rows.detach().to(torch.bfloat16) if read is None else read
-        y = adapted_rows(rows, read, offs, frozen, how, low13, low2)
+        y = adapted_rows(rows, read, offs, frozen, low13, low2)
     out = combined(y, inverse, top_k_weights, x.dtype if shared is None else torch.float32)
     return out if shared is None else (out + shared.to(torch.float32)).to(x.dtype)
 
@@ -83,16 +72,15 @@ def adapted_rows(
     read: BlockScaledTensor | torch.Tensor,
     offs: torch.Tensor,
     frozen: Frozen,
-    how: tuple[BlockScaledFormat | None, torch.Tensor | None],
     low13: LowRank | None,
     low2: LowRank | None,
 ) -> torch.Tensor:
     """Both projections of rows (M, H) by expert; (M, H) bfloat16.
 
-    read: the rows as they are multiplied. how: what `format_of_rows` says of them.
+    read: the rows as they are multiplied.
     """
     h = adapted_product(rows, read, frozen.w13, frozen.bias13, offs, low13)
-    hidden, operand = activated(h, frozen.activation, *how)
+    hidden, operand = activated(h, frozen.activation, *frozen.how)
     return adapted_product(hidden, operand, frozen.w2, frozen.bias2, offs, low2)
 
 
@@ -102,7 +90,6 @@ def inferred_rows(
     read: BlockScaledTensor | torch.Tensor,
     offs: torch.Tensor,
     frozen: Frozen,
-    how: tuple[BlockScaledFormat | None, torch.Tensor | None],
     low13: LowRank,
     low2: LowRank,
 ) -> torch.Tensor:
@@ -110,11 +97,11 @@ def inferred_rows(
     t = low_rank.applied(x, low13, tokens)
     of, activation = low13.factors, frozen.activation
     operand: BlockScaledTensor | torch.Tensor
-    if inside.adds_inside(read, frozen.w13, low13) and fuses(frozen.w13, activation, how[0]):
+    if inside.adds_inside(read, frozen.w13, low13) and fuses(frozen.w13, activation, frozen.how[0]):
         assert isinstance(read, BlockScaledTensor)
         hidden, operand = inside.swiglu(read, frozen.w13, frozen.bias13, offs, t, of.b[0], of.scaling, activation)
     else:
-        hidden, operand = activated_product(read, frozen.w13, frozen.bias13, offs, t, low13, activation, how)
+        hidden, operand = activated_product(read, frozen.w13, frozen.bias13, offs, t, low13, activation, frozen.how)
     return added_product(operand, frozen.w2, frozen.bias2, offs, low_rank.applied(hidden, low2), low2)
 
 
@@ -230,14 +217,11 @@ class LoraExperts(AdaptedModule):
         if adapter_ids is None:
             (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
             low = self._both_low_rank(offs, self._active_names(), by_pairs=False)
-        elif top_k_index.numel() <= _FEW_SLOTS and not self._is_trained(x, top_k_weights, shared):
+        elif self._looks_up(frozen, x, top_k_index, top_k_weights, shared):
             self._num_pairs()
             self._check_adapter_ids(top_k_index, adapter_ids)
-            (offs, tokens, inverse), read = routed(x, top_k_index, self.num_experts, frozen)
-            low13, low2 = self._both_low_rank(offs, self.adapters, by_pairs=False)
-            assert low13 is not None
-            assert low2 is not None
-            low = (low13.looked_up(adapter_ids, tokens), low2.looked_up(adapter_ids, tokens))
+            of = [self._of_names(a, b, self.adapters, False) for a, b in ((self.a13, self.b13), (self.a2, self.b2))]
+            return looked_up_experts(x, top_k_index, top_k_weights, shared, adapter_ids, frozen, *of)
         else:
             pairs_of_slots = self._pairs(top_k_index, adapter_ids)
             (pairs, tokens, inverse), read = routed(x, pairs_of_slots, self._num_pairs(), frozen)
@@ -268,8 +252,8 @@ class LoraExperts(AdaptedModule):
         if self._sends_pairs:
             offs, names = self._ends_of_experts(plan.offs), self.adapters
         low = self._both_low_rank(plan.offs, names, by_pairs=self._sends_pairs, trained=trained)
-        how = format_of_rows(self.activations, self.w13)
-        y = adapted_rows(rows, rows_as_multiplied(rows, *how), offs, self._frozen(), how, *low)
+        frozen = self._frozen()
+        y = adapted_rows(rows, rows_as_multiplied(rows, *frozen.how), offs, frozen, *low)
         out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
         return out.to(x.dtype) if shared is None else (out.float() + shared.float()).to(x.dtype)
 
@@ -310,7 +294,8 @@ class LoraExperts(AdaptedModule):
             raise ValueError(f"x is {x.dtype} and ep's rows are {self.ep.settings.row_format.format}; convert x")
 
     def _frozen(self) -> Frozen:
-        return Frozen(self.w13, self.w2, self.bias13, self.bias2, self.activation, self.activations)
+        how = format_of_rows(self.activations, self.w13)
+        return Frozen(self.w13, self.w2, self.bias13, self.bias2, self.activation, how)
 
     def _both_low_rank(
         self, groups: torch.Tensor, names: tuple[str, ...], *, by_pairs: bool, trained: tuple[str, ...] | None = None
@@ -354,9 +339,14 @@ class LoraExperts(AdaptedModule):
             )
         return pairs
 
-    def _is_trained(self, *given: torch.Tensor | None) -> bool:
-        """Whether autograd follows a call, or dropout changes what A reads."""
-        return (self.training and self.dropout > 0.0) or has_backward(*given, *self.parameters())
+    def _looks_up(
+        self, frozen: Frozen, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None
+    ) -> bool:
+        """Whether `looked_up_experts` computes a call: not where autograd follows it or dropout changes what A reads."""
+        if not 0 < ids.numel() <= _FEW_SLOTS or not looks_up(frozen.how[0], self.activation, [*self.b13.values()]):
+            return False
+        is_trained = (self.training and self.dropout > 0.0) or has_backward(x, weights, shared, *self.parameters())
+        return not is_trained
 
     def _pairs(self, ids: torch.Tensor, adapter_ids: torch.Tensor) -> torch.Tensor:
         """(T, k) ids of (expert, adapter), none being the last of an expert; -1 for no expert."""

@@ -9,7 +9,7 @@ the other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import dropout
@@ -32,6 +32,17 @@ from padless.quantization.lifting import lowered_by_lift, quantize_lifted
 from padless.quantization.quantize import dequantize
 
 WORKSPACE_BYTES = 1 << 30
+
+
+class Frozen(NamedTuple):
+    """Both projections' codes and biases, the activation between them, and what `format_of_rows` says of rows."""
+
+    w13: BlockScaledTensor
+    w2: BlockScaledTensor
+    bias13: torch.Tensor | None
+    bias2: torch.Tensor | None
+    activation: Activation
+    how: tuple[BlockScaledFormat | None, torch.Tensor | None]
 
 
 def adapted_product(
@@ -81,7 +92,7 @@ def added_product(
         assert isinstance(operand, BlockScaledTensor)
         return inside.product(operand, weights, bias, offs, t, of.b[0], of.scaling)
     y = Projection(weights, bias, None).product(operand, offs)
-    out: torch.Tensor = call("low_rank_up", t, list(of.b), low.offs, of.per_expert, of.scaling, y, *low.chosen)
+    out: torch.Tensor = call("low_rank_up", t, list(of.b), low.offs, of.per_expert, of.scaling, y)
     return out
 
 
@@ -98,7 +109,7 @@ def activated_product(
     y, a = Projection(weights, bias, None).product(operand, offs), activation
     name = "BF16" if format is None else format.name
     of_activation = (a.kind, a.gate_up, a.alpha, a.limit, a.up_offset, name)
-    given = (list(of.b), low.offs, of.per_expert, of.scaling, y, *of_activation, *low.chosen)
+    given = (list(of.b), low.offs, of.per_expert, of.scaling, y, *of_activation)
     hidden, codes, scale = call("low_rank_up_activated", t, *given)
     if format is None:
         return hidden, hidden

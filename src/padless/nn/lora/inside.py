@@ -32,8 +32,7 @@ _ARGUMENTS = (
 def adds_inside(operand: BlockScaledTensor | torch.Tensor, weights: BlockScaledTensor, low: LowRank) -> bool:
     """Whether the product of these operands adds what low does."""
     is_fp8 = isinstance(operand, BlockScaledTensor) and operand.format == FP8_BLOCK
-    is_one = low.factors.per_expert == 1 and low.adapter_ids is None
-    return is_fp8 and is_one and takes_low_rank(weights, low.factors.a[0].shape[1])
+    return is_fp8 and low.factors.per_expert == 1 and takes_low_rank(weights, low.factors.a[0].shape[1])
 
 
 def product(

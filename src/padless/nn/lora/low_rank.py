@@ -35,25 +35,11 @@ class LowRank(NamedTuple):
     """scaling * B (A x), to be added to the product of each row.
 
     offs: ends of the groups, (E * per_expert,) int32. dropout: of the rows that A reads, 0 for none.
-    adapter_ids, tokens: (T,) and (M,): groups are then experts, per_expert is 1, and a row has the adapter of its token.
-        For few rows: what is read of factors is read for each.
     """
 
     factors: Factors
     offs: torch.Tensor
     dropout: float = 0.0
-    adapter_ids: torch.Tensor | None = None
-    tokens: torch.Tensor | None = None
-
-    def looked_up(self, adapter_ids: torch.Tensor, tokens: torch.Tensor) -> LowRank:
-        """The same, of groups that are experts, where each row looks its adapter up."""
-        of = self.factors._replace(per_expert=1)
-        return self._replace(factors=of, adapter_ids=adapter_ids.contiguous(), tokens=tokens)
-
-    @property
-    def chosen(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Both, as the operators take them."""
-        return self.adapter_ids, self.tokens
 
 
 def width_of(rank: int) -> int:
@@ -79,33 +65,24 @@ def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int
 
 
 def _down_fake(
-    rows: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    offs: Any,
-    per_expert: int,
-    scaling: float,
-    tokens: Any = None,
-    adapter_ids: Any = None,
-    row_tokens: Any = None,
+    rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float, tokens: Any = None
 ) -> torch.Tensor:
     return rows.new_empty(((rows if tokens is None else tokens).shape[0], width_of(factors[0].shape[1])))
 
 
 @ops.operator(
     "low_rank_down",
-    "(Tensor rows, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor? tokens=None, "
-    "Tensor? adapter_ids=None, Tensor? row_tokens=None) -> Tensor",
+    "(Tensor rows, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor? tokens=None) -> Tensor",
     _down_fake,
 )
 def down(
     rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
-    tokens: torch.Tensor | None = None, adapter_ids: torch.Tensor | None = None, row_tokens: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """scaling * rows @ factor.T of each row's expert and adapter, rounded to bfloat16; (M, `width_of` (r)).
 
     rows: (M, K) bfloat16, or with tokens, (M,) int32, (T, K), whose rows[tokens] are meant. factors: (E, r, K), one by
-    adapter. Columns from r on are 0. Rows that have no adapter or no group hold anything. adapter_ids, row_tokens: as
-    `LowRank` has them.
+    adapter. Columns from r on are 0. Rows that have no adapter or no group hold anything.
     """
     width = width_of(factors[0].shape[1])
     if runs_triton(rows) and rows.numel() > 0:
@@ -113,45 +90,34 @@ def down(
 
         with on_device_of(rows):
             rows = rows if rows.stride(1) == 1 else rows.contiguous()
-            return kernels.low_rank_down(
-                rows, factors, offs, per_expert, scaling, width, tokens, (adapter_ids, row_tokens)
-            )
+            return kernels.low_rank_down(rows, factors, offs, per_expert, scaling, width, tokens)
     rows = rows if tokens is None else rows[tokens]
     t = rows.new_zeros((rows.shape[0], width))
-    for some, factor in _rows_of_factors(rows.shape[0], factors, offs, per_expert, adapter_ids, row_tokens):
-        t[some, : factor.shape[0]] = (rows[some].float() @ _as_read(factor).T * scaling).to(rows.dtype)
+    for some, factor in _rows_of_factors(rows.shape[0], factors, offs, per_expert):
+        t[some, : factor.shape[0]] = (rows[some].float() @ as_read(factor).T * scaling).to(rows.dtype)
     return t
 
 
 def applied(rows: torch.Tensor, low: LowRank, tokens: torch.Tensor | None = None) -> torch.Tensor:
     """A x of `down`, without dropout."""
-    t: torch.Tensor = call(
-        "low_rank_down", rows, list(low.factors.a), low.offs, low.factors.per_expert, 1.0, tokens, *low.chosen
-    )
+    t: torch.Tensor = call("low_rank_down", rows, list(low.factors.a), low.offs, low.factors.per_expert, 1.0, tokens)
     return t
 
 
 def _up_fake(
-    t: torch.Tensor,
-    factors: Sequence[torch.Tensor],
-    offs: Any,
-    per_expert: int,
-    scaling: float,
-    added: Any,
-    *chosen: Any,
+    t: torch.Tensor, factors: Sequence[torch.Tensor], offs: Any, per_expert: int, scaling: float, added: Any
 ) -> torch.Tensor:
     return t.new_empty((t.shape[0], factors[0].shape[1]))
 
 
 @ops.operator(
     "low_rank_up",
-    "(Tensor t, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor? added, "
-    "Tensor? adapter_ids=None, Tensor? row_tokens=None) -> Tensor",
+    "(Tensor t, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor? added) -> Tensor",
     _up_fake,
 )
 def up(
     t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
-    added: torch.Tensor | None, adapter_ids: torch.Tensor | None = None, row_tokens: torch.Tensor | None = None,
+    added: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """added + scaling * t @ factor.T of each row's expert and adapter, rounded once to bfloat16; (M, N).
 
@@ -163,37 +129,34 @@ def up(
 
         with on_device_of(t):
             added = None if added is None else added.contiguous()
-            chosen = (adapter_ids, row_tokens)
-            return kernels.low_rank_up(t.contiguous(), factors, offs, per_expert, scaling, added, chosen)
+            return kernels.low_rank_up(t.contiguous(), factors, offs, per_expert, scaling, added)
     out = t.new_zeros((t.shape[0], factors[0].shape[1])) if added is None else added.clone()
-    for some, factor in _rows_of_factors(t.shape[0], factors, offs, per_expert, adapter_ids, row_tokens):
-        found = t[some, : factor.shape[1]].float() @ _as_read(factor).T * scaling
+    for some, factor in _rows_of_factors(t.shape[0], factors, offs, per_expert):
+        found = t[some, : factor.shape[1]].float() @ as_read(factor).T * scaling
         out[some] = (out[some].float() + found).to(t.dtype)
     return out
 
 
-def _up_activated_fake(
-    t: torch.Tensor, factors: Any, offs: Any, per_expert: int, scaling: float, added: torch.Tensor, *how: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    *activation, format = how[:6]
-    columns = Activation(*activation).out_columns(added.shape[1])
-    values = added.new_empty((t.shape[0], columns))
+def up_activated_fake(added: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Empty results of `up_activated` of added, an activation and a format."""
+    *activation, format = how
+    rows, columns = added.shape[0], Activation(*activation).out_columns(added.shape[1])
+    values = added.new_empty((rows, columns))
     if format == "BF16":
         return values, values.new_empty(0, dtype=torch.uint8), values.new_empty(0, dtype=torch.uint8)
-    return values, *ops._quantized_fake(t.shape[0], columns, format, "plain", added)
+    return values, *ops._quantized_fake(rows, columns, format, "plain", added)
 
 
 @ops.operator(
     "low_rank_up_activated",
     "(Tensor t, Tensor[] factors, Tensor offs, int per_expert, float scaling, Tensor added, str kind, str gate_up, "
-    "float alpha, float? limit, float up_offset, str format, Tensor? adapter_ids=None, Tensor? row_tokens=None) "
-    "-> (Tensor, Tensor, Tensor)",
-    _up_activated_fake,
+    "float alpha, float? limit, float up_offset, str format) -> (Tensor, Tensor, Tensor)",
+    lambda t, factors, offs, per_expert, scaling, added, *how: up_activated_fake(added, *how),
 )
 def up_activated(
     t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
     added: torch.Tensor, kind: ActivationKind, gate_up: GateUp, alpha: float, limit: float | None, up_offset: float,
-    format: str, adapter_ids: torch.Tensor | None = None, row_tokens: torch.Tensor | None = None,
+    format: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The activation of `up`, in bfloat16, and quantized from its float32 values to format; the last two are empty for
     "BF16". format: also "FP8_BLOCK", and then `activates_up` says what is one pass.
@@ -205,12 +168,10 @@ def up_activated(
 
         with on_device_of(t):
             given = (t.contiguous(), factors, offs, per_expert, scaling, added.contiguous())
-            values, codes, scale = kernels.low_rank_up_activated(
-                *given, activation, is_quantized, (adapter_ids, row_tokens)
-            )
+            values, codes, scale = kernels.low_rank_up_activated(*given, activation, is_quantized)
         return values, nothing if codes is None else codes, no_scale if scale is None else scale
     how = (kind, gate_up, alpha, limit, up_offset)
-    h = up(t, factors, offs, per_expert, scaling, added, adapter_ids, row_tokens)
+    h = up(t, factors, offs, per_expert, scaling, added)
     if not is_quantized:
         return ops.call("activate_quantize", h, *how, format, "", "plain", None, None)[0], nothing, no_scale
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -224,25 +185,21 @@ def activates_up(activation: Activation, factors: Sequence[torch.Tensor]) -> boo
 
 
 def _rows_of_factors(
-    rows: int, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int,
-    adapter_ids: torch.Tensor | None, row_tokens: torch.Tensor | None,
-) -> list[tuple[slice | torch.Tensor, torch.Tensor]]:  # fmt: skip
+    rows: int, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int
+) -> list[tuple[slice, torch.Tensor]]:
     """The rows of each group that has some and an adapter, and its factor."""
-    found: list[tuple[slice | torch.Tensor, torch.Tensor]] = []
+    found = []
     start = 0
     for group, end in enumerate(offs.tolist()):
         end = min(end, rows)
         expert, adapter = divmod(group, per_expert)
-        if adapter_ids is not None and row_tokens is not None:
-            of_rows = adapter_ids[row_tokens[start:end].long()]
-            found += [(start + (of_rows == i).nonzero()[:, 0], factor[expert]) for i, factor in enumerate(factors)]
-        elif end > start and adapter < len(factors):
+        if end > start and adapter < len(factors):
             found.append((slice(start, end), factors[adapter][expert]))
         start = max(start, end)
     return found
 
 
-def _as_read(factor: torch.Tensor) -> torch.Tensor:
+def as_read(factor: torch.Tensor) -> torch.Tensor:
     """A factor's values as the products read them: float32 of bfloat16."""
     return factor.to(torch.bfloat16).float()
 

@@ -1,9 +1,9 @@
 """The two products of low-rank adapters as Triton kernels: bound by the rows that they read or write. The second one may
-activate and quantize what it adds to.
+activate and quantize what it adds to, or add up the rows of a token.
 
-Rows are in groups of (expert, adapter). A program takes a few consecutive rows and goes through the groups that these
-are in; every row is multiplied by tensor-core instructions of the same shape whatever rows are around it, so that its
-bits depend on the row and the factors alone.
+A program takes a tile of rows of one group (expert, adapter), or a slot, which looks its adapter up. Every row is
+multiplied by tensor-core instructions of the same shape whatever rows are around it, so that its bits depend on the row
+and the factors alone.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,53 +23,57 @@ from padless.moe.triton import arithmetic
 from padless.moe.triton.arithmetic import rounded
 from padless.nn.triton.activation import ARRANGEMENTS
 from padless.quantization.triton import casts, fp8_block
-from padless.quantization.triton.launches import begin, launch, programmatic
+from padless.quantization.triton.launches import begin, launch, programmatic, release, wait
 
 FACTORS = 8  # of a launch, which are parameters of the kernel
-_ROWS = 32  # of a program at most: fewer where that makes too few programs, or many groups one after the other
+LEAST_ROWS, _MOST_ROWS = 16, 32  # of a tile: no fewer than tensor cores take, nor so many that programs are few
 _PROGRAMS = 512
 _FEW_ROWS = 1024
-_COLUMNS = 128
-_LARGE = tl.constexpr(2**31 - 1)
-# Adapters of tokens and the token of each row, as `padless.nn.lora.low_rank.LowRank` has them.
-Chosen = tuple[torch.Tensor | None, torch.Tensor | None]
+COLUMNS = 128
+
+
+class Slots(NamedTuple):
+    """ids: (T, k) experts of the slots. adapter_ids: (T,). inverse: (T, k), the rows of slots; all contiguous.
+
+    Launches of slots begin before the kernels ahead have ended. What they read before they wait, ids, adapter_ids,
+    factors and rows of tokens, is therefore older than the launch that sorts the slots, which waits before it lets
+    another begin.
+    """
+
+    ids: torch.Tensor
+    adapter_ids: torch.Tensor
+    inverse: torch.Tensor | None = None
 
 
 def low_rank_down(
     rows: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, width: int,
-    tokens: torch.Tensor | None = None, chosen: Chosen = (None, None),
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
-    _, rank, columns = factors[0].shape
     m = rows.shape[0] if tokens is None else tokens.shape[0]
     t = torch.empty((m, width), dtype=torch.bfloat16, device=rows.device)
-    block_r = max(16, triton.next_power_of_2(width))
-    tile = _down_tile(m, offs.shape[0], block_r, chosen)
-    begins = _programmatic(m, offs.device, is_behind_product=tokens is None)
-    for given, counts, options in _launches(factors, offs, per_expert, scaling, tile.rows):
-        launch(_down, ceil_div(m, tile.rows))(
-            rows, tokens, t, offs, *chosen, *given, m, rows.stride(0), *counts, K=columns, RANK=rank, WIDTH=width,
-            BLOCK_R=block_r, BLOCK_K=tile.columns, STAGES=tile.stages, num_warps=tile.num_warps, **options, **begins,
-        )  # fmt: skip
+    tiles = _tiles_of(m, 1, offs.shape[0])
+    for given in launches_of(factors, offs.shape[0], per_expert):
+        launch_down(rows, tokens, t, offs, given, scaling, tiles, _programmatic(m, offs.device))
     return t
 
 
 def low_rank_up(
     t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
-    added: torch.Tensor | None, chosen: Chosen = (None, None),
+    added: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.low_rank.up`, of contiguous t and added; neither M nor N is 0."""
     _, columns, rank = factors[0].shape
     out = torch.empty((t.shape[0], columns), dtype=torch.bfloat16, device=t.device)
     block_r = max(16, triton.next_power_of_2(rank))
-    block_n = min(_COLUMNS, 8192 // block_r)
+    block_n = min(COLUMNS, 8192 // block_r)
     blocks = ceil_div(columns, block_n)
-    tile = _up_tile(t.shape[0], blocks, offs.shape[0], chosen)
-    begins = _programmatic(t.shape[0], offs.device, is_behind_product=True)
-    for given, counts, options in _launches(factors, offs, per_expert, scaling, tile.rows):
-        launch(_up, ceil_div(t.shape[0], tile.rows) * blocks)(
-            t, out, offs, *chosen, *given, added, t.shape[0], columns, blocks, *counts, RANK=rank, WIDTH=t.shape[1],
-            BLOCK_R=block_r, BLOCK_N=block_n, num_warps=tile.num_warps, **options, **begins,
+    tiles = _tiles_of(t.shape[0], blocks, offs.shape[0])
+    for given in launches_of(factors, offs.shape[0], per_expert):
+        launch(_up, tiles.programs * blocks)(
+            t, out, offs, *given.factors, added, t.shape[0], columns, blocks, *given.numbers, scaling, RANK=rank,
+            WIDTH=t.shape[1], BLOCK_R=block_r, BLOCK_N=block_n, num_warps=tiles.num_warps, **tiles.constants,
+            **given.options, **_programmatic(t.shape[0], t.device),
         )  # fmt: skip
         added = out
     return out
@@ -77,29 +81,15 @@ def low_rank_up(
 
 def low_rank_up_activated(
     t: torch.Tensor, factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float,
-    added: torch.Tensor, activation: Activation, is_quantized: bool, chosen: Chosen = (None, None),
+    added: torch.Tensor, activation: Activation, is_quantized: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """`padless.nn.lora.low_rank.up_activated` of contiguous t and added, neither M nor N 0, and of factors that
     `activates_up`: values, and codes as bytes and scales in FP8_BLOCK or None.
     """
-    rows, columns = added.shape[0], added.shape[1] // 2
-    values = torch.empty((rows, columns), dtype=torch.bfloat16, device=t.device)
-    codes = scale = None
-    if is_quantized:
-        codes = torch.empty((rows, columns), dtype=torch.uint8, device=t.device)
-        scale = empty_mn_major(rows, ceil_div(columns, _COLUMNS), t.device)
-    rank = factors[0].shape[2]
-    blocks = ceil_div(columns, _COLUMNS)
-    tile = _up_tile(rows, blocks, offs.shape[0], chosen)
-    ((given, counts, options),) = _launches(factors, offs, per_expert, scaling, tile.rows)
-    launch(_up_activated, ceil_div(rows, tile.rows) * blocks)(
-        t, added, values, codes, scale, offs, *chosen, *given, rows, columns, blocks, *counts,
-        0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
-        KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
-        RANK=rank, WIDTH=t.shape[1], BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=_COLUMNS,
-        num_warps=tile.num_warps, **options, **_programmatic(rows, offs.device, is_behind_product=True),
-    )  # fmt: skip
-    return values, codes, scale
+    (given,) = launches_of(factors, offs.shape[0], per_expert)
+    tiles = _tiles_of(added.shape[0], ceil_div(added.shape[1] // 2, COLUMNS), offs.shape[0])
+    how = _programmatic(added.shape[0], offs.device)
+    return launch_up_activated(t, offs, given, scaling, added, activation, is_quantized, tiles, how)
 
 
 def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int, num_adapters: int) -> torch.Tensor:
@@ -107,68 +97,130 @@ def adapter_pairs(ids: torch.Tensor, adapter_ids: torch.Tensor, num_experts: int
     out = torch.empty_like(ids)
     launch(_pairs, ceil_div(ids.numel(), 256))(
         ids, adapter_ids, out, ids.numel(), ids.shape[1], num_experts, num_adapters, SLOTS=256, num_warps=4,
-        **_programmatic(ids.numel(), ids.device, is_behind_product=False),
+        **_programmatic(ids.numel(), ids.device),
     )  # fmt: skip
     return out
 
 
-Launches = list[tuple[tuple[torch.Tensor, ...], tuple[Any, ...], dict[str, Any]]]
+def launch_down(
+    rows: torch.Tensor, tokens: torch.Tensor | None, t: torch.Tensor, places: torch.Tensor | Slots, given: Given,
+    scaling: float, tiles: Tiles, how: dict[str, int],
+) -> None:  # fmt: skip
+    """places: ends of groups, or slots."""
+    _, rank, columns = given.factors[0].shape
+    block_r = max(16, triton.next_power_of_2(t.shape[1]))
+    top_k, of_places = _arguments(places)
+    steps = _steps_down(block_r, of_slots=top_k > 0)
+    launch(_down, tiles.programs)(
+        rows, tokens, t, *of_places, *given.factors, t.shape[0], rows.stride(0), *given.numbers, scaling, TOP_K=top_k,
+        K=columns, RANK=rank, WIDTH=t.shape[1], BLOCK_R=block_r, BLOCK_K=steps.columns, STAGES=steps.stages,
+        num_warps=steps.num_warps, **tiles.constants, **given.options, **how,
+    )  # fmt: skip
 
 
-def _launches(
-    factors: Sequence[torch.Tensor], offs: torch.Tensor, per_expert: int, scaling: float, live: int
-) -> Launches:
-    """(factors, filled up with their first; strides and numbers; options) of each launch."""
-    if len({(t.stride(), t.dtype) for t in factors}) > 1:
+def launch_up_activated(
+    t: torch.Tensor, places: torch.Tensor | Slots, given: Given, scaling: float, added: torch.Tensor,
+    activation: Activation, is_quantized: bool, tiles: Tiles, how: dict[str, int],
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    rows, columns = added.shape[0], added.shape[1] // 2
+    blocks = ceil_div(columns, COLUMNS)
+    values = torch.empty((rows, columns), dtype=torch.bfloat16, device=t.device)
+    codes = scale = None
+    if is_quantized:
+        codes = torch.empty((rows, columns), dtype=torch.uint8, device=t.device)
+        scale = empty_mn_major(rows, blocks, t.device)
+    rank = given.factors[0].shape[2]
+    top_k, of_places = _arguments(places)
+    launch(_up_activated, tiles.programs * blocks)(
+        t, added, values, codes, scale, *of_places, *given.factors, rows, columns, blocks, *given.numbers, scaling,
+        0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
+        tiles.turns, KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up],
+        HAS_LIMIT=activation.limit is not None, TOP_K=top_k, RANK=rank, WIDTH=t.shape[1],
+        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=COLUMNS, num_warps=tiles.num_warps, **tiles.constants,
+        **given.options, **how,
+    )  # fmt: skip
+    return values, codes, scale
+
+
+class Given(NamedTuple):
+    """Factors of a launch, filled up with their first; strides and numbers, and options.
+
+    is_known: whether factors are where the caller had them, and not in copies that a launch has just made.
+    """
+
+    factors: tuple[torch.Tensor, ...]
+    numbers: tuple[int, ...]
+    options: dict[str, Any]
+    is_known: bool
+
+
+def launches_of(factors: Sequence[torch.Tensor], groups: int, per_expert: int) -> list[Given]:
+    """The arguments of each launch."""
+    is_known = len({(t.stride(), t.dtype) for t in factors}) == 1
+    if not is_known:
         factors = [t.contiguous() for t in factors]
-    hardware, groups = casts.casts_in_hardware(offs.device), triton.next_power_of_2(offs.shape[0])
-    found: Launches = []
+    hardware = casts.casts_in_hardware(factors[0].device)
+    found = []
     for first in range(0, len(factors), FACTORS):
         some = tuple(factors[first : first + FACTORS])
         aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in some)
-        counts = (*some[0].stride(), offs.shape[0], per_expert, first, len(some), scaling)
-        options = {
-            "LIVE": live,
-            "ROWS": max(live, 16),
-            "GROUPS": groups,
-            "ALIGNED": aligned,
-            "HARDWARE": hardware,
-            "enable_fp_fusion": False,
-        }
-        found.append((some + some[:1] * (FACTORS - len(some)), counts, options))
+        numbers = (*some[0].stride(), groups, per_expert, first, len(some))
+        options = {"ALIGNED": aligned, "HARDWARE": hardware, "enable_fp_fusion": False}
+        found.append(Given(some + some[:1] * (FACTORS - len(some)), numbers, options, is_known))
     return found
 
 
-class _Tile(NamedTuple):
-    """Part of a program: rows, a power of two, by columns at a time; warps, and columns on their way."""
+class Tiles(NamedTuple):
+    """Tiles of so many rows, a power of two, and how many: of so many groups, or of slots, which have a row each."""
 
     rows: int
+    programs: int
+    groups: int
+    turns: int = 1
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "GROUPS": triton.next_power_of_2(self.groups)}
+
+    @property
+    def num_warps(self) -> int:
+        """Of a program that has `COLUMNS` columns of a tile."""
+        return 8 if self.rows > LEAST_ROWS else 4
+
+
+def _tiles_of(rows: int, blocks: int, groups: int) -> Tiles:
+    """Tiles of rows, of which blocks programs have columns each: large ones where those make enough programs."""
+    are_many = rows * blocks >= _PROGRAMS * _MOST_ROWS and rows >= groups * _MOST_ROWS
+    size = _MOST_ROWS if are_many else LEAST_ROWS
+    runs = min(rows, groups + 1)  # of rows of a group or of none, of which each may have a tile that is not full
+    return Tiles(size, runs + (rows - runs) // size, groups)
+
+
+class _Steps(NamedTuple):
+    """Columns at a time, warps, and steps that are on their way."""
+
     columns: int
     num_warps: int
-    stages: int = 4
+    stages: int
 
 
-def _down_tile(rows: int, groups: int, block_r: int, chosen: Chosen) -> _Tile:
-    live = _live_rows(rows, 1, groups, chosen)
-    return _Tile(live, min(_COLUMNS, 8192 // block_r), 2 if block_r == 16 else 4)
+def _steps_down(block_r: int, *, of_slots: bool) -> _Steps:
+    """Of a slot more are on their way: its program has few others beside it."""
+    if of_slots:
+        return _Steps(min(2 * COLUMNS, 8192 // block_r), 4, 6)
+    return _Steps(min(COLUMNS, 8192 // block_r), 2 if block_r == 16 else 4, 4)
 
 
-def _up_tile(rows: int, blocks: int, groups: int, chosen: Chosen) -> _Tile:
-    live = _live_rows(rows, blocks, groups, chosen)
-    return _Tile(live, _COLUMNS, 8 if live == _ROWS else 4)
+def _arguments(places: torch.Tensor | Slots) -> tuple[int, tuple[torch.Tensor | None, ...]]:
+    """The kernels' TOP_K, and where rows or slots are."""
+    if isinstance(places, torch.Tensor):
+        return 0, (places, None, None, None)
+    return places.ids.shape[1], (None, *places)
 
 
-def _programmatic(rows: int, device: torch.device, *, is_behind_product: bool) -> dict[str, int]:
+def _programmatic(rows: int, device: torch.device) -> dict[str, int]:
     """Options of a launch, which begins before the kernel ahead has ended where it is one of many short ones."""
     return programmatic(device) if rows <= _FEW_ROWS else {"PROGRAMMATIC": 0}
-
-
-def _live_rows(rows: int, blocks: int, groups: int, chosen: Chosen) -> int:
-    """Rows of a program, a power of two: the more, the less is read of factors. One, where each looks its adapter up."""
-    if chosen[0] is not None:
-        return 1
-    wanted = min(_ROWS, rows * blocks // _PROGRAMS, rows // (2 * groups))
-    return 1 << max(wanted.bit_length() - 1, 0)
 
 
 @triton.jit(do_not_specialize=["slots", "num_adapters"])
@@ -186,22 +238,46 @@ def _pairs(
 
 
 @triton.jit
-def _group_of(ends, row):
-    """The group of a row and its end; behind the last one the number of groups and a large number."""
-    return tl.sum((ends <= row).to(tl.int32)), tl.min(tl.where(ends > row, ends, _LARGE))
+def _tile_of(offs_ptr, tile, M, num_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """(group, first row, end): ROWS rows of a group at most; groups one after the other, and behind them the rows of
+    none, whose group is num_groups. Tiles behind these have no rows.
+    """
+    place = tl.arange(0, GROUPS)
+    ends = tl.minimum(tl.load(offs_ptr + place, mask=place < num_groups, other=0), M)
+    starts = tl.minimum(tl.load(offs_ptr + place - 1, mask=(place > 0) & (place < num_groups), other=0), M)
+    last = tl.cumsum((ends - starts + ROWS - 1) // ROWS, axis=0)  # in each place, of the groups so far
+    group = tl.minimum(tl.sum((last <= tile).to(tl.int32)), num_groups)
+    before = tl.max(tl.where(last <= tile, last, 0))
+    start = tl.minimum(tl.load(offs_ptr + group - 1, mask=group > 0, other=0), M)
+    end = tl.minimum(tl.load(offs_ptr + group, mask=group < num_groups, other=M), M)
+    first = start + (tile - before) * ROWS
+    return group, first, tl.minimum(end, first + ROWS)
 
 
 @triton.jit
-def _adapter_of(chosen_ptr, row_tokens_ptr, row, group, per_expert):
-    if chosen_ptr is None:
-        adapter = group % per_expert
-    else:
-        adapter = tl.load(chosen_ptr + tl.load(row_tokens_ptr + row))
-    return adapter
+def _of_group(group, num_groups, per_expert, first_factor, num_factors):
+    """(expert, adapter, whether it has a factor)."""
+    adapter = group % per_expert - first_factor
+    return group // per_expert, adapter, (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
 
 
 @triton.jit
-def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED: tl.constexpr):
+def of_slot(ids_ptr, chosen_ptr, slot, num_experts, num_factors, TOP_K: tl.constexpr):
+    """The same."""
+    expert = tl.load(ids_ptr + slot)
+    adapter = tl.load(chosen_ptr + slot // TOP_K)
+    return expert, adapter, (expert >= 0) & (expert < num_experts) & (adapter >= 0) & (adapter < num_factors)
+
+
+@triton.jit
+def row_of(inverse_ptr, slot, is_real):
+    """The row of a slot, (1,), or 0; slots of no expert have one too."""
+    row = tl.load(inverse_ptr + slot + tl.arange(0, 1), mask=(tl.arange(0, 1) == 0) & is_real, other=0).to(tl.int64)
+    return tl.where(row < 0, -1 - row, row)
+
+
+@triton.jit
+def factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED: tl.constexpr):
     """The pointer of an adapter's factor of an expert."""
     found = f0
     if adapter == 1:
@@ -223,87 +299,126 @@ def _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED: tl.cons
 
 
 @triton.jit
+def _prefetch(factor, rank_stride, k_stride, RANK: tl.constexpr, K: tl.constexpr, BLOCK_R: tl.constexpr):
+    """Has a factor (RANK, K), whose columns are beside each other, brought to L2."""
+    LINE: tl.constexpr = 1024 // factor.dtype.element_ty.primitive_bitwidth
+    j = tl.minimum(tl.arange(0, BLOCK_R), RANK - 1)
+    k = tl.minimum(tl.arange(0, triton.next_power_of_2((K + LINE - 1) // LINE)) * LINE, K - 1)
+    places = (factor + j[:, None] * rank_stride + k[None, :] * k_stride).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _bfloat16(x, HARDWARE: tl.constexpr):
     return x.to(tl.bfloat16) if HARDWARE else rounded(x, tl.bfloat16)
 
 
 @triton.jit
-def _product(x, factor, total, HARDWARE: tl.constexpr):
+def product(x, factor, total, HARDWARE: tl.constexpr):
     """total + x @ factor, of bfloat16 x and factor rounded to it. The interpreter's product of bfloat16 is wrong."""
     if HARDWARE:
         return tl.dot(x, factor.to(tl.bfloat16), total)
     return tl.dot(casts.to_float32(x), casts.to_float32(rounded(casts.to_float32(factor), tl.bfloat16)), total)
 
 
+@triton.jit
+def _sums(
+    t, b, added, has_factor, scaling, IS_SLOT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """added + scaling * t @ b in float32, (ROWS, COLUMNS), or (1, COLUMNS) of the first row of t."""
+    result = product(t, b, tl.zeros((ROWS, COLUMNS), tl.float32), HARDWARE)
+    if IS_SLOT:
+        result = tl.gather(result, tl.zeros((1, COLUMNS), tl.int32), axis=0)
+    # A row without an adapter keeps its bits, the sign of zero too.
+    return tl.where(has_factor, result * scaling, -0.0) + casts.to_float32(added)
+
+
+@triton.jit
+def stored(x, HARDWARE: tl.constexpr):
+    """float32 of what is stored of x."""
+    return casts.to_float32(_bfloat16(x, HARDWARE))
+
+
 @triton.jit(do_not_specialize=["M", "num_groups", "per_expert", "first_factor", "num_factors"])
 def _down(
     rows_ptr,  # (M, K) bfloat16, strides (row_stride, 1), or as many rows as tokens name
     tokens_ptr,  # (M,) int32, the row of each row of t; None for its own
-    t_ptr,  # (M, WIDTH) bfloat16
-    offs_ptr,  # (num_groups,) int32, ends of the groups
-    chosen_ptr,  # (T,) int32 or int64, the adapter of each token; None: groups say it. With it LIVE is 1
-    row_tokens_ptr,  # (M,) int32, the token of each row, with chosen
+    t_ptr,  # (M, WIDTH) bfloat16, of slots in their order
+    offs_ptr,  # (num_groups,) int32, ends of the groups; None for slots
+    ids_ptr,  # (M,) of `Slots`, or None
+    chosen_ptr,  # (M / TOP_K,), or None
+    inverse_ptr,  # (M,), None where rows are those of tokens
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, RANK, K), strides (expert_stride, rank_stride, k_stride)
     M,
     row_stride,
     expert_stride,
     rank_stride,
     k_stride,
-    num_groups,
+    num_groups,  # of slots: experts
     per_expert,
     first_factor,
     num_factors,
     scaling,
+    TOP_K: tl.constexpr,  # 0 for groups
     K: tl.constexpr,
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    LIVE: tl.constexpr,
-    ROWS: tl.constexpr,  # LIVE, or the 16 that tensor cores take
+    ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
     STAGES: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
-    begin(PROGRAMMATIC)
-    covered = tl.program_id(0) * LIVE
-    t_ptr += covered.to(tl.int64) * WIDTH
-    live = tl.arange(0, ROWS)
-    row = covered + live
-    end_of_rows = tl.minimum(covered + LIVE, M)
-    if tokens_ptr is None:
-        rows_ptr += covered.to(tl.int64) * row_stride
-        of_row = live * row_stride
+    IS_SLOT: tl.constexpr = TOP_K > 0
+    READS_TOKENS: tl.constexpr = IS_SLOT and inverse_ptr is None
+    if IS_SLOT:
+        release(PROGRAMMATIC)
+        first = tl.program_id(0)
+        end = first + 1
+        expert, adapter, has_factor = of_slot(ids_ptr, chosen_ptr, first, num_groups, num_factors, TOP_K)
     else:
-        of_row = tl.load(tokens_ptr + row, mask=row < end_of_rows, other=0).to(tl.int64) * row_stride
+        begin(PROGRAMMATIC)
+        group, first, end = _tile_of(offs_ptr, tl.program_id(0), M, num_groups, ROWS, GROUPS)
+        expert, adapter, has_factor = _of_group(group, num_groups, per_expert, first_factor, num_factors)
+    of_expert = tl.where(has_factor, expert, 0).to(tl.int64) * expert_stride
+    factor = factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
+    live = tl.arange(0, ROWS)
+    of_row = live * row_stride
+    if IS_SLOT and PROGRAMMATIC > 0:
+        _prefetch(factor, rank_stride, k_stride, RANK, K, BLOCK_R)
+    if READS_TOKENS:
+        rows_ptr += (first // TOP_K).to(tl.int64) * row_stride
+    elif IS_SLOT:
+        wait(PROGRAMMATIC)
+        rows_ptr += tl.sum(row_of(inverse_ptr, first, True)) * row_stride
+    elif tokens_ptr is None:
+        rows_ptr += first.to(tl.int64) * row_stride
+    else:
+        of_row = tl.load(tokens_ptr + first + live, mask=first + live < end, other=0).to(tl.int64) * row_stride
+    mine = (first + live < end)[:, None]
     j = tl.arange(0, BLOCK_R)
-    place_of_end = tl.arange(0, GROUPS)
-    ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
-    while covered < end_of_rows:
-        group, end = _group_of(ends, covered)
-        end = tl.minimum(end, end_of_rows)
-        adapter = _adapter_of(chosen_ptr, row_tokens_ptr, covered, group, per_expert) - first_factor
-        if (group < num_groups) & (adapter >= 0) & (adapter < num_factors):
-            of_expert = (group // per_expert).to(tl.int64) * expert_stride
-            factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
-            mine = ((row >= covered) & (row < end))[:, None]
-            total = tl.zeros((ROWS, BLOCK_R), tl.float32)
-            for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-                k = start + tl.arange(0, BLOCK_K)
-                inside = (k < K)[None, :]
-                x = tl.load(rows_ptr + of_row[:, None] + k[None, :], mask=mine & inside, other=0.0)
-                a = tl.load(
-                    factor + j[:, None] * rank_stride + k[None, :] * k_stride,
-                    mask=(j < RANK)[:, None] & inside, other=0.0,
-                )  # fmt: skip
-                total = _product(x, tl.trans(a), total, HARDWARE)
-            tl.store(
-                t_ptr + live[:, None] * WIDTH + j[None, :], _bfloat16(total * scaling, HARDWARE),
-                mask=mine & (j < WIDTH)[None, :],
-            )  # fmt: skip
-        covered = end
+    total = tl.zeros((ROWS, BLOCK_R), tl.float32)
+    if has_factor:
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k = start + tl.arange(0, BLOCK_K)
+            inside = (k < K)[None, :]
+            x = tl.load(rows_ptr + of_row[:, None] + k[None, :], mask=mine & inside, other=0.0)
+            a = tl.load(
+                factor + j[:, None] * rank_stride + k[None, :] * k_stride, mask=(j < RANK)[:, None] & inside, other=0.0
+            )
+            total = product(x, tl.trans(a), total, HARDWARE)
+    if READS_TOKENS:
+        wait(PROGRAMMATIC)
+    tl.store(
+        t_ptr + first.to(tl.int64) * WIDTH + live[:, None] * WIDTH + j[None, :], _bfloat16(total * scaling, HARDWARE),
+        mask=mine & (j < WIDTH)[None, :] & has_factor,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors"])
@@ -311,8 +426,6 @@ def _up(
     t_ptr,  # (M, WIDTH) bfloat16
     out_ptr,  # (M, N) bfloat16
     offs_ptr,  # (num_groups,) int32, ends of the groups
-    chosen_ptr,  # (T,) int32 or int64, the adapter of each token; None: groups say it. With it LIVE is 1
-    row_tokens_ptr,  # (M,) int32, the token of each row, with chosen
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, N, RANK), strides (expert_stride, n_stride, rank_stride)
     added_ptr,  # (M, N) bfloat16, which may be out; None for zeros
     M,
@@ -330,8 +443,7 @@ def _up(
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LIVE: tl.constexpr,
-    ROWS: tl.constexpr,  # LIVE, or the 16 that tensor cores take
+    ROWS: tl.constexpr,
     GROUPS: tl.constexpr,  # a power of two
     ALIGNED: tl.constexpr,  # whether every expert's factor begins at a multiple of 16 bytes
     HARDWARE: tl.constexpr,
@@ -339,67 +451,42 @@ def _up(
 ):  # fmt: skip
     """Rows of no group and of groups without a factor are `added`."""
     begin(PROGRAMMATIC)
-    covered = tl.program_id(0) // blocks * LIVE
-    live = tl.arange(0, ROWS)
-    row = covered + live
-    end_of_rows = tl.minimum(covered + LIVE, M)
+    group, first, end = _tile_of(offs_ptr, tl.program_id(0) // blocks, M, num_groups, ROWS, GROUPS)
+    expert, adapter, has_factor = _of_group(group, num_groups, per_expert, first_factor, num_factors)
+    of_expert = tl.where(has_factor, expert, 0).to(tl.int64) * expert_stride
+    factor = factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
     n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     j = tl.arange(0, BLOCK_R)
-    place = live[:, None] * N + n[None, :]
-    t_ptr += covered.to(tl.int64) * WIDTH
-    out_ptr += covered.to(tl.int64) * N
+    in_rank = (j < RANK) & has_factor
+    row = first + tl.arange(0, ROWS)
+    mine = (row < end)[:, None]
+    inside = mine & (n < N)[None, :]
+    place = row.to(tl.int64)[:, None] * N + n[None, :]
+    added = tl.zeros((ROWS, BLOCK_N), tl.float32)
     if added_ptr is not None:
-        added_ptr += covered.to(tl.int64) * N
-    place_of_end = tl.arange(0, GROUPS)
-    ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
-    while covered < end_of_rows:
-        group, end = _group_of(ends, covered)
-        end = tl.minimum(end, end_of_rows)
-        mine = ((row >= covered) & (row < end))[:, None]
-        inside = mine & (n < N)[None, :]
-        if added_ptr is not None:
-            added = tl.load(added_ptr + place, mask=inside, other=0.0)
-        adapter = _adapter_of(chosen_ptr, row_tokens_ptr, covered, group, per_expert) - first_factor
-        has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
-        of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
-        factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
-        in_rank = (j < RANK) & has_factor
-        t = tl.load(t_ptr + live[:, None] * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
-        b = tl.load(
-            factor + n[None, :] * n_stride + j[:, None] * rank_stride,
-            mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
-        )  # fmt: skip
-        result = _product(t, b, tl.zeros((ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
-        if added_ptr is not None:
-            # A row without an adapter keeps its bits, the sign of zero too.
-            result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
-        tl.store(out_ptr + place, _bfloat16(result, HARDWARE), mask=inside)
-        covered = end
+        added = casts.to_float32(tl.load(added_ptr + place, mask=inside, other=0.0))
+    t = tl.load(t_ptr + row.to(tl.int64)[:, None] * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
+    b = tl.load(
+        factor + n[None, :] * n_stride + j[:, None] * rank_stride,
+        mask=in_rank[:, None] & (n < N)[None, :], other=0.0,
+    )  # fmt: skip
+    result = _sums(t, b, added, has_factor, scaling, False, ROWS, BLOCK_N, HARDWARE)
+    tl.store(out_ptr + place, _bfloat16(result, HARDWARE), mask=inside)
 
 
-@triton.jit
-def _sums(
-    t, added_ptr, factor, n, n_stride, mine, inside, in_rank, has_factor, scaling,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Columns n of what `_up` stores, in float32. factor: pointers to the ranks of a row of it."""
-    added = tl.load(added_ptr + n[None, :], mask=mine & inside[None, :], other=0.0)
-    b = tl.load(factor + n[None, :] * n_stride, mask=in_rank[:, None] & inside[None, :], other=0.0)
-    result = _product(t, b, tl.zeros((ROWS, COLUMNS), tl.float32), HARDWARE) * scaling
-    result = tl.where(has_factor, result, -0.0) + casts.to_float32(added)
-    return casts.to_float32(_bfloat16(result, HARDWARE))
-
-
-@triton.jit(do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors", "scale_ld"])
+@triton.jit(
+    do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors", "scale_ld", "turns"]
+)
 def _up_activated(
-    t_ptr,  # (M, WIDTH) bfloat16
+    t_ptr,  # (M, WIDTH) bfloat16, of slots in their order
     added_ptr,  # (M, 2 I) bfloat16
     values_ptr,  # (M, I) bfloat16
     codes_ptr,  # (M, I) uint8, None for values alone
     scale_ptr,  # (M, blocks) float32, strides (1, scale_ld)
-    offs_ptr,  # (num_groups,) int32, ends of the groups
-    chosen_ptr,  # (T,) int32 or int64, the adapter of each token; None: groups say it. With it LIVE is 1
-    row_tokens_ptr,  # (M,) int32, the token of each row, with chosen
+    offs_ptr,  # (num_groups,) int32, ends of the groups; None for slots
+    ids_ptr,  # (M,) of `Slots`, or None
+    chosen_ptr,  # (M / TOP_K,), or None
+    inverse_ptr,  # (M,), or None
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, 2 I, RANK), strides (expert_stride, n_stride, rank_stride)
     M,
     I,  # noqa: E741
@@ -407,7 +494,7 @@ def _up_activated(
     expert_stride,
     n_stride,
     rank_stride,
-    num_groups,
+    num_groups,  # of slots: experts
     per_expert,
     first_factor,
     num_factors,
@@ -416,14 +503,15 @@ def _up_activated(
     alpha,
     up_offset,
     limit,
+    turns,  # of slots 2 where the launch is early: the first one touches no memory, but has the instructions loaded
     KIND: tl.constexpr,
     ARRANGEMENT: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    TOP_K: tl.constexpr,  # 0 for groups
     RANK: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of values, and of a block of scales
-    LIVE: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -431,57 +519,71 @@ def _up_activated(
     PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """The activation of what `_up` stores, bit for bit."""
-    begin(PROGRAMMATIC)
-    block = tl.program_id(0) % blocks
-    covered = tl.program_id(0) // blocks * LIVE
-    live = tl.arange(0, ROWS)
-    row = covered + live
-    end_of_rows = tl.minimum(covered + LIVE, M)
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    wide = block * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+    IS_SLOT: tl.constexpr = TOP_K > 0
+    block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    if IS_SLOT:
+        release(PROGRAMMATIC)
+        first = tile
+        end = tile + 1
+        expert, adapter, has_factor = of_slot(ids_ptr, chosen_ptr, tile, num_groups, num_factors, TOP_K)
+    else:
+        begin(PROGRAMMATIC)
+        group, first, end = _tile_of(offs_ptr, tile, M, num_groups, ROWS, GROUPS)
+        expert, adapter, has_factor = _of_group(group, num_groups, per_expert, first_factor, num_factors)
+    of_expert = tl.where(has_factor, expert, 0).to(tl.int64) * expert_stride
     j = tl.arange(0, BLOCK_R)
-    t_ptr += covered.to(tl.int64) * WIDTH
-    added_ptrs = added_ptr + covered.to(tl.int64) * (2 * I) + live[:, None] * (2 * I)
-    first_value = covered.to(tl.int64) * I
-    place = live[:, None] * I + column[None, :]
-    place_of_end = tl.arange(0, GROUPS)
-    ends = tl.load(offs_ptr + place_of_end, mask=place_of_end < num_groups, other=_LARGE)
-    if scale_ptr is not None:  # the padding below the scales
-        padded = M + tl.arange(0, 4)
-        is_padding = (padded < scale_ld) & (tl.program_id(0) < blocks)
-        tl.store(scale_ptr + block.to(tl.int64) * scale_ld + padded, tl.zeros((4,), tl.float32), mask=is_padding)
-    while covered < end_of_rows:
-        group, end = _group_of(ends, covered)
-        end = tl.minimum(end, end_of_rows)
-        is_mine = (row >= covered) & (row < end)
-        mine = is_mine[:, None]
-        adapter = _adapter_of(chosen_ptr, row_tokens_ptr, covered, group, per_expert) - first_factor
-        has_factor = (group < num_groups) & (adapter >= 0) & (adapter < num_factors)
-        of_expert = tl.where(has_factor, group // per_expert, 0).to(tl.int64) * expert_stride
-        factor = _factor(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED) + j[:, None] * rank_stride
-        in_rank = (j < RANK) & has_factor
-        t = tl.load(t_ptr + live[:, None] * WIDTH + j[None, :], mask=mine & in_rank[None, :], other=0.0)
-        if ARRANGEMENT == 2:
-            both = _sums(t, added_ptrs, factor, wide, n_stride, mine, wide < 2 * I, in_rank, has_factor, scaling,
-                         ROWS, 2 * BLOCK_N, HARDWARE)  # fmt: skip
-            gate, up = tl.split(tl.reshape(both, (ROWS, BLOCK_N, 2)))
+    in_rank = (j < RANK) & has_factor
+    factor = factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED) + j[:, None] * rank_stride
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if ARRANGEMENT == 2:
+        of_both = block * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
+        b = tl.load(factor + of_both[None, :] * n_stride, mask=in_rank[:, None] & (of_both < 2 * I)[None, :], other=0.0)
+    else:
+        if ARRANGEMENT == 0:
+            of_gate = column
+            of_up = I + column
         else:
-            if ARRANGEMENT == 0:
-                of_gate = column
-                of_up = I + column
-            else:
-                of_gate = column // 32 * 64 + column % 32
-                of_up = of_gate + 32
-            gate = _sums(t, added_ptrs, factor, of_gate, n_stride, mine, column < I, in_rank, has_factor, scaling,
-                         ROWS, BLOCK_N, HARDWARE)  # fmt: skip
-            up = _sums(t, added_ptrs, factor, of_up, n_stride, mine, column < I, in_rank, has_factor, scaling,
-                       ROWS, BLOCK_N, HARDWARE)  # fmt: skip
-        inside = mine & (column < I)[None, :]
+            of_gate = column // 32 * 64 + column % 32
+            of_up = of_gate + 32
+        in_factor = in_rank[:, None] & (column < I)[None, :]
+        b = tl.load(factor + of_gate[None, :] * n_stride, mask=in_factor, other=0.0)
+        b_up = tl.load(factor + of_up[None, :] * n_stride, mask=in_factor, other=0.0)
+    turn = turns * 0
+    while turn < turns:
+        is_real = turn == turns - 1
+        if IS_SLOT:
+            if is_real:
+                wait(PROGRAMMATIC)
+            row = row_of(inverse_ptr, tile, is_real)
+            is_mine = (row >= 0) & is_real
+        else:
+            row = (first + tl.arange(0, ROWS)).to(tl.int64)
+            is_mine = row < end
+        if scale_ptr is not None:  # the padding below the scales
+            padded = M + tl.arange(0, 4)
+            is_padding = (padded < scale_ld) & (tl.program_id(0) < blocks) & is_real
+            tl.store(scale_ptr + block.to(tl.int64) * scale_ld + padded, tl.zeros((4,), tl.float32), mask=is_padding)
+        t_row = first + tl.arange(0, ROWS)
+        t_ptrs = t_ptr + t_row.to(tl.int64)[:, None] * WIDTH + j[None, :]
+        t = tl.load(t_ptrs, mask=(t_row < end)[:, None] & in_rank[None, :] & is_real, other=0.0)
+        added_ptrs = added_ptr + row[:, None] * (2 * I)
+        inside = is_mine[:, None] & (column < I)[None, :]
+        if ARRANGEMENT == 2:
+            in_added = is_mine[:, None] & (of_both < 2 * I)[None, :]
+            added = tl.load(added_ptrs + of_both[None, :], mask=in_added, other=0.0)
+            both = stored(_sums(t, b, added, has_factor, scaling, IS_SLOT, ROWS, 2 * BLOCK_N, HARDWARE), HARDWARE)
+            gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
+        else:
+            added = tl.load(added_ptrs + of_gate[None, :], mask=inside, other=0.0)
+            added_up = tl.load(added_ptrs + of_up[None, :], mask=inside, other=0.0)
+            gate = stored(_sums(t, b, added, has_factor, scaling, IS_SLOT, ROWS, BLOCK_N, HARDWARE), HARDWARE)
+            up = stored(_sums(t, b_up, added_up, has_factor, scaling, IS_SLOT, ROWS, BLOCK_N, HARDWARE), HARDWARE)
         x = arithmetic.activated(gate, up, KIND, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
         x = tl.where(inside, x, 0.0)
-        tl.store(values_ptr + first_value + place, _bfloat16(x, HARDWARE), mask=inside)
+        place = row[:, None] * I + column[None, :]
+        tl.store(values_ptr + place, _bfloat16(x, HARDWARE), mask=inside)
         if codes_ptr is not None:
             scale, multiplier = fp8_block._fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
-            tl.store(codes_ptr + first_value + place, casts.to_e4m3(x * multiplier[:, None], HARDWARE), mask=inside)
+            tl.store(codes_ptr + place, casts.to_e4m3(x * multiplier[:, None], HARDWARE), mask=inside)
             tl.store(scale_ptr + block.to(tl.int64) * scale_ld + row, scale, mask=is_mine)
-        covered = end
+        turn += 1

@@ -108,9 +108,21 @@ def programmatic(device: torch.device, *, early: bool = True, releases: bool = T
 
 
 @triton.jit
-def begin(PROGRAMMATIC: tl.constexpr):
-    """Waits until the kernels ahead have ended; with 2 the next one may begin when all programs have come here."""
+def wait(PROGRAMMATIC: tl.constexpr):
+    """Waits until the kernels ahead have ended."""
     if PROGRAMMATIC > 0:
         gdc_wait()
+
+
+@triton.jit
+def release(PROGRAMMATIC: tl.constexpr):
+    """With 2 the next kernel may begin when all programs have come here."""
     if PROGRAMMATIC > 1:
         gdc_launch_dependents()
+
+
+@triton.jit
+def begin(PROGRAMMATIC: tl.constexpr):
+    """`wait` and then `release`."""
+    wait(PROGRAMMATIC)
+    release(PROGRAMMATIC)
