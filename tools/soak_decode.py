@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from padless.formats import FP8_BLOCK, MXFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4, MXFP4_REPACKED, BlockScaledFormat, BlockScaledTensor
 from padless.kernels import replay
 from padless.kernels.sm90_moe_decode.choice import Given
 from padless.layouts import to_blocked
@@ -44,7 +44,7 @@ SHAPES: list[tuple[int, int, int, int, int, BlockScaledFormat]] = [
     (1024, 16, 512, 128, 6, FP8_BLOCK),
     (128, 8, 4096, 1408, 1, FP8_BLOCK),
     (64, 4, 2880, 2880, 1, MXFP4),
-    (32, 4, 2880, 1440, 3, MXFP4),
+    (32, 4, 2880, 1472, 3, MXFP4_REPACKED),
     (9, 3, 96, 64, 4, MXFP4),
 ]
 REPLAYED = (64, 8, 1024, 256, 2, FP8_BLOCK)
@@ -56,7 +56,7 @@ class Layer:
 
     def __init__(self, experts: int, top_k: int, h: int, i: int, tokens: int, format: BlockScaledFormat) -> None:
         self.what = (experts, top_k, h, i, tokens, format.name)
-        self.experts, self.is_fp4 = experts, format is MXFP4
+        self.experts, self.is_fp4 = experts, format is not FP8_BLOCK
         self.w13, self.w2 = (_weight(experts, n, k, format) for n, k in ((2 * i, h), (h, i)))
         self.activation = Activation("swiglu", "alternating", 1.702, 7.0, 1.0) if self.is_fp4 else Activation()
         shapes = ((experts, 2 * i), (experts, h))
@@ -102,9 +102,9 @@ class Layer:
 
 def _weight(experts: int, n: int, k: int, format: BlockScaledFormat) -> BlockScaledTensor:
     found = quantize(torch.randn(experts, n, k, device="cuda").bfloat16() / k**0.5, format, kind="weight")
-    if format is not MXFP4 or found.scale_layout == "blocked":
+    if format is FP8_BLOCK or found.scale_layout == "blocked":
         return found
-    return BlockScaledTensor(found.data, to_blocked(found.scale), MXFP4, None, "blocked")
+    return BlockScaledTensor(found.data, to_blocked(found.scale), format, None, "blocked")
 
 
 def compare_layers(shape: Any, layers: int) -> dict[str, Any]:

@@ -28,6 +28,7 @@ PASSES, TURNED, ALONE, AFTER, MOVED, REPLAY = (
     "replay",
 )  # fmt: skip
 SOME = "some tokens"
+BLOCKS = {"FP8_BLOCK": 128, "MXFP4": 32, "MXFP4_REPACKED": 64}  # of H and I
 KINDS = (SOME, PASSES, TURNED, ALONE, AFTER, MOVED, REPLAY)
 
 
@@ -148,7 +149,7 @@ def found_by(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     place = place_of("reference")
     for o in decode.lines("sm_90a"):
         memory.clear()
-        block = 128 if o["w"] == "FP8_BLOCK" else 32
+        block = BLOCKS[o["w"]]
         decode.judge_decode(o | {"h": block, "i": block, "experts": min(o["experts"], 4)}, place)
     names = [name for found in place.judge.verdicts().values() for name in found]
     return {next(kind for kind in KINDS if kind in name) for name in names}
@@ -168,7 +169,7 @@ def test_a_planted_bug_is_found_by_all_that_should(name: str, monkeypatch: pytes
 
 
 def test_problems_have_what_is_hard_and_are_one_launch() -> None:
-    stages = {"FP8_BLOCK": set[int](), "MXFP4": set[int]()}
+    stages = {name: set[int]() for name in BLOCKS}
     for o in (every := list(decode.lines("sm_90a"))):
         sizes = (o["tokens"], o["top_k"], o["experts"], o["h"], o["i"])
         shape: LayerShape | Fp4LayerShape = (
@@ -185,10 +186,12 @@ def test_problems_have_what_is_hard_and_are_one_launch() -> None:
     assert all(len(depths) > 1 for depths in stages.values()), stages
 
 
-@pytest.mark.parametrize("fmt", ["FP8_BLOCK", pytest.param("MXFP4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fmt", ["FP8_BLOCK", *(pytest.param(name, marks=pytest.mark.slow) for name in ("MXFP4", "MXFP4_REPACKED"))]
+)
 def test_they_pass_in_the_emulator(fmt: str) -> None:
     """The kernel itself on a block of each dimension, several tokens."""
-    place, block = place_of("emulator"), 128 if fmt == "FP8_BLOCK" else 32
+    place, block = place_of("emulator"), BLOCKS[fmt]
     o = next(o for o in decode.lines("sm_90a") if o["w"] == fmt and o["shared"])
     with settings_of("emulator"):
         cut = {"tokens": 2, "top_k": 2, "experts": 3, "h": block, "i": block, "properties": ["changes", "replay"]}

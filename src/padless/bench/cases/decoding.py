@@ -266,8 +266,14 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
     return [table.table_of("Layers of few tokens: GPU time of a layer (us)", columns, rows, 1)]
 
 
-HEADINGS = {LOGITS: "from logits", BF16: "bf16", "triton": "triton products", "deepgemm_masked": "deepgemm products"}
-SHORT = {LOGITS: "logits", BF16: "bf16", "deepgemm_masked": "deepgemm"}
+HEADINGS = {
+    LOGITS: "from logits",
+    REPACKED: "repacked",
+    BF16: "bf16",
+    "triton": "triton products",
+    "deepgemm_masked": "deepgemm products",
+}
+SHORT = {LOGITS: "logits", REPACKED: "repacked", BF16: "bf16", "deepgemm_masked": "deepgemm"}
 
 
 def draw(records: table.Records, path: Path) -> Path | None:

@@ -27,7 +27,7 @@ from padless.bench.cases.model import require_transformers as require_transforme
 from padless.bench.report import table
 from padless.bench.results import Record, finite
 from padless.bench.session import Session
-from padless.formats import FORMAT_BY_NAME
+from padless.formats import FORMAT_BY_NAME, MXFP4
 from padless.testing import machine
 from padless.testing.judge import describe
 from padless.testing.timing import Call, Timer
@@ -98,6 +98,7 @@ def random_models(model: tuple[str, dict[str, Any], str], seed: int, device: str
     """All contenders' models, in eval mode, of random weights in transformers' own distribution."""
     import transformers
 
+    from padless.integrations.codes import repack
     from padless.integrations.transformers import quantize_experts
 
     configuration, keywords, format = model
@@ -111,6 +112,8 @@ def random_models(model: tuple[str, dict[str, Any], str], seed: int, device: str
     for name in (BATCHED_MM, PADLESS):
         models[name] = copy.deepcopy(first, {id(t): t for t in (*first.parameters(), *first.buffers())})
     quantize_experts(models[PADLESS], FORMAT_BY_NAME[format])
+    if format == MXFP4.name:
+        repack(models[PADLESS])
     for name, made in models.items():
         made.set_experts_implementation(name)
     return models

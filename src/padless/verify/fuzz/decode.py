@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from padless.formats import FP8_BLOCK, MXFP4_REPACKED, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4_REPACKED, BlockScaledTensor, round_up
 from padless.kernels.sm90_moe_decode.choice import ByLogits, Given
 from padless.layouts import to_blocked
 from padless.moe.choosing import topk
@@ -69,8 +69,8 @@ def lines(arch: str) -> Iterator[Options]:
     fp4: list[Options] = [
         _FP4 | {"limit": x, "bias13": bias, "bias2": bias} for x, bias in ((None, False), (7.0, True))
     ]
-    fp4.append(fp4[1] | {"w": "MXFP4_REPACKED"})
-    every = [*itertools.product(fp8, shapes8), *itertools.product(fp4, shapes4)]
+    repacked = [(fp4[1] | {"w": "MXFP4_REPACKED"}, (*s, round_up(h, 64), round_up(i, 64))) for *s, h, i in shapes4]
+    every = [*itertools.product(fp8, shapes8), *itertools.product(fp4, shapes4), *repacked]
     for seed, (kind, shape) in enumerate(every):
         sizes = dict(zip(("tokens", "top_k", "experts", "h", "i"), shape, strict=True))
         drawn = {"experts_seed": seed, "seed": 100 * seed, "shared": seed % 2 == 1, "properties": properties}
