@@ -67,7 +67,7 @@ def combined(
     given, tiles, how = _given(factors, slots)
     launch(_combine, tokens * blocks)(
         t, y, out, slots.ids, slots.adapter_ids, slots.inverse, *given.factors, weights, shared, columns, blocks,
-        *given.numbers, scaling, tiles.turns, TOP_K=top_k, OUT=DTYPES[dtype], RANK=rank, WIDTH=t.shape[1],
+        *given.numbers, scaling, TOP_K=top_k, OUT=DTYPES[dtype], RANK=rank, WIDTH=t.shape[1],
         BLOCK_R=block_r, BLOCK_N=width, ROWS=tiles.rows, num_warps=4, **given.options, **how,
     )  # fmt: skip
     return out
@@ -81,11 +81,10 @@ def _columns_combined(block_r: int, top_k: int) -> int:
 def _given(factors: Sequence[torch.Tensor], slots: Slots) -> tuple[Given, Tiles, dict[str, int]]:
     """Arguments and options of a launch of slots, of at most `FACTORS` factors."""
     (given,) = launches_of(factors, factors[0].shape[0], 1)
-    how = programmatic(slots.ids.device, early=given.is_known)
-    return given, Tiles(LEAST_ROWS, slots.ids.numel(), 1, 2 if "launch_pdl" in how else 1), how
+    return given, Tiles(LEAST_ROWS, slots.ids.numel(), 1), programmatic(slots.ids.device, early=given.is_known)
 
 
-@triton.jit(do_not_specialize=["blocks", "num_experts", "per_expert", "first_factor", "num_factors", "turns"])
+@triton.jit(do_not_specialize=["blocks", "num_experts", "per_expert", "first_factor", "num_factors"])
 def _combine(
     t_ptr,  # (slots, WIDTH) bfloat16
     y_ptr,  # (slots, N) bfloat16, in the order of rows
@@ -106,7 +105,6 @@ def _combine(
     first_factor,
     num_factors,
     scaling,
-    turns,  # as of `_up_activated`
     TOP_K: tl.constexpr,
     OUT: tl.constexpr,
     RANK: tl.constexpr,
@@ -134,31 +132,26 @@ def _combine(
         b = tl.load(factor + n[None, :] * n_stride + j[:, None] * rank_stride, mask=in_factor, other=0.0)
         factors = factors + (b,)  # noqa: RUF005 (Triton unpacks no tuple)
         has = has + (has_factor,)  # noqa: RUF005
-    turn = turns * 0
-    while turn < turns:
-        is_real = turn == turns - 1
-        if is_real:
-            wait(PROGRAMMATIC)
-        # Rows of tiles are slots: all of t is multiplied by the factor of each, whose row is taken.
-        row = tl.arange(0, ROWS)
-        slot = token * TOP_K + row
-        places = tl.load(inverse_ptr + slot, mask=(row < TOP_K) & is_real, other=-1).to(tl.int64)
-        kept = places >= 0
-        t_ptrs = t_ptr + slot.to(tl.int64)[:, None] * WIDTH + j[None, :]
-        t = tl.load(t_ptrs, mask=kept[:, None] & (j < RANK)[None, :], other=0.0)
-        y = tl.load(y_ptr + places[:, None] * N + n[None, :], mask=kept[:, None] & inside, other=0.0)
-        weights = casts.to_float32(tl.load(weights_ptr + slot, mask=kept, other=0.0))
-        found = tl.full((ROWS, BLOCK_N), -0.0, tl.float32)  # so that a row without an adapter keeps its bits
-        for i in tl.static_range(TOP_K):
-            result = product(t, factors[i], tl.zeros((ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
-            found = tl.where(((row == i) & has[i])[:, None], result, found)
-        values = stored(found + casts.to_float32(y), HARDWARE) * weights[:, None]
-        # Of a slot without an expert they are 0, and the sum is never -0, so that adding them changes nothing.
-        total = tl.zeros((1, BLOCK_N), tl.float32)
-        for i in tl.static_range(TOP_K):
-            total += tl.gather(values, tl.full((1, BLOCK_N), i, tl.int32), axis=0)
-        place = token.to(tl.int64) * N + n[None, :]
-        if shared_ptr is not None:
-            total += casts.to_float32(tl.load(shared_ptr + place, mask=inside & is_real, other=0.0))
-        tl.store(out_ptr + place, arithmetic.rounded(total, OUT), mask=inside & is_real)
-        turn += 1
+    wait(PROGRAMMATIC)
+    # Rows of tiles are slots: all of t is multiplied by the factor of each, whose row is taken.
+    row = tl.arange(0, ROWS)
+    slot = token * TOP_K + row
+    places = tl.load(inverse_ptr + slot, mask=row < TOP_K, other=-1).to(tl.int64)
+    kept = places >= 0
+    t_ptrs = t_ptr + slot.to(tl.int64)[:, None] * WIDTH + j[None, :]
+    t = tl.load(t_ptrs, mask=kept[:, None] & (j < RANK)[None, :], other=0.0)
+    y = tl.load(y_ptr + places[:, None] * N + n[None, :], mask=kept[:, None] & inside, other=0.0)
+    weights = casts.to_float32(tl.load(weights_ptr + slot, mask=kept, other=0.0))
+    found = tl.full((ROWS, BLOCK_N), -0.0, tl.float32)  # so that a row without an adapter keeps its bits
+    for i in tl.static_range(TOP_K):
+        result = product(t, factors[i], tl.zeros((ROWS, BLOCK_N), tl.float32), HARDWARE) * scaling
+        found = tl.where(((row == i) & has[i])[:, None], result, found)
+    values = stored(found + casts.to_float32(y), HARDWARE) * weights[:, None]
+    # Of a slot without an expert they are 0, and the sum is never -0, so that adding them changes nothing.
+    total = tl.zeros((1, BLOCK_N), tl.float32)
+    for i in tl.static_range(TOP_K):
+        total += tl.gather(values, tl.full((1, BLOCK_N), i, tl.int32), axis=0)
+    place = token.to(tl.int64) * N + n[None, :]
+    if shared_ptr is not None:
+        total += casts.to_float32(tl.load(shared_ptr + place, mask=inside, other=0.0))
+    tl.store(out_ptr + place, arithmetic.rounded(total, OUT), mask=inside)

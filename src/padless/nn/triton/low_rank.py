@@ -134,10 +134,9 @@ def launch_up_activated(
     launch(_up_activated, tiles.programs * blocks)(
         t, added, values, codes, scale, *of_places, *given.factors, rows, columns, blocks, *given.numbers, scaling,
         0 if scale is None else scale.stride(1), activation.alpha, activation.up_offset, activation.limit or 0.0,
-        tiles.turns, KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up],
-        HAS_LIMIT=activation.limit is not None, TOP_K=top_k, RANK=rank, WIDTH=t.shape[1],
-        BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=COLUMNS, num_warps=tiles.num_warps, **tiles.constants,
-        **given.options, **how,
+        KIND=activation.kind, ARRANGEMENT=ARRANGEMENTS[activation.gate_up], HAS_LIMIT=activation.limit is not None,
+        TOP_K=top_k, RANK=rank, WIDTH=t.shape[1], BLOCK_R=max(16, triton.next_power_of_2(rank)), BLOCK_N=COLUMNS,
+        num_warps=tiles.num_warps, **tiles.constants, **given.options, **how,
     )  # fmt: skip
     return values, codes, scale
 
@@ -176,7 +175,6 @@ class Tiles(NamedTuple):
     rows: int
     programs: int
     groups: int
-    turns: int = 1
 
     @property
     def constants(self) -> dict[str, int]:
@@ -270,9 +268,9 @@ def of_slot(ids_ptr, chosen_ptr, slot, num_experts, num_factors, TOP_K: tl.const
 
 
 @triton.jit
-def row_of(inverse_ptr, slot, is_real):
-    """The row of a slot, (1,), or 0; slots of no expert have one too."""
-    row = tl.load(inverse_ptr + slot + tl.arange(0, 1), mask=(tl.arange(0, 1) == 0) & is_real, other=0).to(tl.int64)
+def row_of(inverse_ptr, slot):
+    """The row of a slot, (1,); slots of no expert have one too."""
+    row = tl.load(inverse_ptr + slot + tl.arange(0, 1)).to(tl.int64)
     return tl.where(row < 0, -1 - row, row)
 
 
@@ -390,13 +388,13 @@ def _down(
     factor = factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
     live = tl.arange(0, ROWS)
     of_row = live * row_stride
-    if IS_SLOT and PROGRAMMATIC > 0:
-        _prefetch(factor, rank_stride, k_stride, RANK, K, BLOCK_R)
     if READS_TOKENS:
         rows_ptr += (first // TOP_K).to(tl.int64) * row_stride
     elif IS_SLOT:
+        if PROGRAMMATIC > 0:
+            _prefetch(factor, rank_stride, k_stride, RANK, K, BLOCK_R)
         wait(PROGRAMMATIC)
-        rows_ptr += tl.sum(row_of(inverse_ptr, first, True)) * row_stride
+        rows_ptr += tl.sum(row_of(inverse_ptr, first)) * row_stride
     elif tokens_ptr is None:
         rows_ptr += first.to(tl.int64) * row_stride
     else:
@@ -474,9 +472,7 @@ def _up(
     tl.store(out_ptr + place, _bfloat16(result, HARDWARE), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors", "scale_ld", "turns"]
-)
+@triton.jit(do_not_specialize=["M", "blocks", "num_groups", "per_expert", "first_factor", "num_factors", "scale_ld"])
 def _up_activated(
     t_ptr,  # (M, WIDTH) bfloat16, of slots in their order
     added_ptr,  # (M, 2 I) bfloat16
@@ -503,7 +499,6 @@ def _up_activated(
     alpha,
     up_offset,
     limit,
-    turns,  # of slots 2 where the launch is early: the first one touches no memory, but has the instructions loaded
     KIND: tl.constexpr,
     ARRANGEMENT: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
@@ -523,8 +518,6 @@ def _up_activated(
     block, tile = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     if IS_SLOT:
         release(PROGRAMMATIC)
-        first = tile
-        end = tile + 1
         expert, adapter, has_factor = of_slot(ids_ptr, chosen_ptr, tile, num_groups, num_factors, TOP_K)
     else:
         begin(PROGRAMMATIC)
@@ -548,42 +541,39 @@ def _up_activated(
         in_factor = in_rank[:, None] & (column < I)[None, :]
         b = tl.load(factor + of_gate[None, :] * n_stride, mask=in_factor, other=0.0)
         b_up = tl.load(factor + of_up[None, :] * n_stride, mask=in_factor, other=0.0)
-    turn = turns * 0
-    while turn < turns:
-        is_real = turn == turns - 1
-        if IS_SLOT:
-            if is_real:
-                wait(PROGRAMMATIC)
-            row = row_of(inverse_ptr, tile, is_real)
-            is_mine = (row >= 0) & is_real
-        else:
-            row = (first + tl.arange(0, ROWS)).to(tl.int64)
-            is_mine = row < end
-        if scale_ptr is not None:  # the padding below the scales
-            padded = M + tl.arange(0, 4)
-            is_padding = (padded < scale_ld) & (tl.program_id(0) < blocks) & is_real
-            tl.store(scale_ptr + block.to(tl.int64) * scale_ld + padded, tl.zeros((4,), tl.float32), mask=is_padding)
-        t_row = first + tl.arange(0, ROWS)
-        t_ptrs = t_ptr + t_row.to(tl.int64)[:, None] * WIDTH + j[None, :]
-        t = tl.load(t_ptrs, mask=(t_row < end)[:, None] & in_rank[None, :] & is_real, other=0.0)
-        added_ptrs = added_ptr + row[:, None] * (2 * I)
-        inside = is_mine[:, None] & (column < I)[None, :]
-        if ARRANGEMENT == 2:
-            in_added = is_mine[:, None] & (of_both < 2 * I)[None, :]
-            added = tl.load(added_ptrs + of_both[None, :], mask=in_added, other=0.0)
-            both = stored(_sums(t, b, added, has_factor, scaling, IS_SLOT, ROWS, 2 * BLOCK_N, HARDWARE), HARDWARE)
-            gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
-        else:
-            added = tl.load(added_ptrs + of_gate[None, :], mask=inside, other=0.0)
-            added_up = tl.load(added_ptrs + of_up[None, :], mask=inside, other=0.0)
-            gate = stored(_sums(t, b, added, has_factor, scaling, IS_SLOT, ROWS, BLOCK_N, HARDWARE), HARDWARE)
-            up = stored(_sums(t, b_up, added_up, has_factor, scaling, IS_SLOT, ROWS, BLOCK_N, HARDWARE), HARDWARE)
-        x = arithmetic.activated(gate, up, KIND, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
-        x = tl.where(inside, x, 0.0)
-        place = row[:, None] * I + column[None, :]
-        tl.store(values_ptr + place, _bfloat16(x, HARDWARE), mask=inside)
-        if codes_ptr is not None:
-            scale, multiplier = fp8_block._fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
-            tl.store(codes_ptr + place, casts.to_e4m3(x * multiplier[:, None], HARDWARE), mask=inside)
-            tl.store(scale_ptr + block.to(tl.int64) * scale_ld + row, scale, mask=is_mine)
-        turn += 1
+    if IS_SLOT:  # whose factors are on their way meanwhile
+        wait(PROGRAMMATIC)
+        first = tile
+        end = tile + 1
+        row = row_of(inverse_ptr, tile)
+        is_mine = row >= 0
+    else:
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        is_mine = row < end
+    if scale_ptr is not None:  # the padding below the scales
+        padded = M + tl.arange(0, 4)
+        is_padding = (padded < scale_ld) & (tl.program_id(0) < blocks)
+        tl.store(scale_ptr + block.to(tl.int64) * scale_ld + padded, tl.zeros((4,), tl.float32), mask=is_padding)
+    t_row = first + tl.arange(0, ROWS)
+    t_ptrs = t_ptr + t_row.to(tl.int64)[:, None] * WIDTH + j[None, :]
+    t = tl.load(t_ptrs, mask=(t_row < end)[:, None] & in_rank[None, :], other=0.0)
+    added_ptrs = added_ptr + row[:, None] * (2 * I)
+    inside = is_mine[:, None] & (column < I)[None, :]
+    if ARRANGEMENT == 2:
+        in_added = is_mine[:, None] & (of_both < 2 * I)[None, :]
+        added = tl.load(added_ptrs + of_both[None, :], mask=in_added, other=0.0)
+        both = stored(_sums(t, b, added, has_factor, scaling, IS_SLOT, ROWS, 2 * BLOCK_N, HARDWARE), HARDWARE)
+        gate, up = tl.split(tl.reshape(both, (both.shape[0], BLOCK_N, 2)))
+    else:
+        added = tl.load(added_ptrs + of_gate[None, :], mask=inside, other=0.0)
+        added_up = tl.load(added_ptrs + of_up[None, :], mask=inside, other=0.0)
+        gate = stored(_sums(t, b, added, has_factor, scaling, IS_SLOT, ROWS, BLOCK_N, HARDWARE), HARDWARE)
+        up = stored(_sums(t, b_up, added_up, has_factor, scaling, IS_SLOT, ROWS, BLOCK_N, HARDWARE), HARDWARE)
+    x = arithmetic.activated(gate, up, KIND, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
+    x = tl.where(inside, x, 0.0)
+    place = row[:, None] * I + column[None, :]
+    tl.store(values_ptr + place, _bfloat16(x, HARDWARE), mask=inside)
+    if codes_ptr is not None:
+        scale, multiplier = fp8_block._fp8_block_scale(tl.max(casts.magnitude_bits(x), axis=1))
+        tl.store(codes_ptr + place, casts.to_e4m3(x * multiplier[:, None], HARDWARE), mask=inside)
+        tl.store(scale_ptr + block.to(tl.int64) * scale_ld + row, scale, mask=is_mine)
