@@ -67,7 +67,7 @@ CONFIGS = {
     bf16_plain.KERNEL: [Bf16PlainConfig(block_n=128), Bf16PlainConfig(block_n=256)],
     bf16_wgrad.KERNEL: [Bf16WgradConfig(block_n=128), Bf16WgradConfig(block_n=256)],
     fp4_dgrad.KERNEL: [Fp4DgradConfig("MXFP4"), Fp4DgradConfig("NVFP4", block_m=32)],
-    decode_fp4.KERNEL: [MoeDecodeFp4Config(), MoeDecodeFp4Config(logits_room=128)],
+    decode_fp4.KERNEL: [MoeDecodeFp4Config(), MoeDecodeFp4Config(logits_room=128), MoeDecodeFp4Config(repacked=True)],
     sm100_grouped.KERNEL: [Sm100GroupedConfig(kind="FP8_BLOCK", mma_n=n) for n in (128, 256)],
 }
 CASES = [(kernel, i) for kernel, configs in CONFIGS.items() for i in range(len(configs))]

@@ -22,7 +22,7 @@ from padless.moe import moe
 from padless.nn import LoraExperts
 from padless.reference.gemm import grouped_gemm_reference
 
-OFFS = torch.tensor([5, 5, 90], dtype=torch.int32)
+OFFS = torch.tensor([5, 5, 70], dtype=torch.int32)
 
 
 def weights(*shape: int, seed: int = 0) -> padless.BlockScaledTensor:
@@ -89,12 +89,11 @@ def weights_of(x: torch.Tensor) -> padless.BlockScaledTensor:
 
 TILES = [
     {"block_m": m, "block_n": n, "num_warpgroups": w}
-    for m, n, w in ((8, 256, 4), (16, 128, 2), (32, 256, 4), (64, 256, 4), (64, 128, 2), (128, 256, 2))
+    for m, n, w in ((8, 256, 4), (32, 256, 4), (64, 128, 2), (128, 256, 2))
 ]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("layout", ["plain", "blocked"])
+@pytest.mark.parametrize(("tile", "layout"), [*zip(TILES, ("plain", "blocked") * 2, strict=True)], ids=str)
 def test_products_have_the_bits_of_the_weights_as_they_were(tile: dict[str, int], layout: str) -> None:
     """K that ends inside of a block of 128, scales with a second factor."""
     plain = weights(3, 144, 448, seed=2)
@@ -104,18 +103,18 @@ def test_products_have_the_bits_of_the_weights_as_they_were(tile: dict[str, int]
     plain = padless.BlockScaledTensor(
         plain.data, layouts.to_blocked(scale) if layout == "blocked" else scale, MXFP4, None, layout
     )
-    a = torch.randn(97, 448, generator=torch.Generator().manual_seed(3)).bfloat16()
+    a = torch.randn(72, 448, generator=torch.Generator().manual_seed(3)).bfloat16()
     config = Sm90Bf16Config("BF16", "MXFP4", **tile)
     got, want = (
-        padless.grouped_gemm(a, w, OFFS, backend="emulator", config=config)[:90]
+        padless.grouped_gemm(a, w, OFFS, backend="emulator", config=config)[:70]
         for w in (layouts.to_repacked(plain), plain)
     )
     assert same(got, want)
-    exact = grouped_gemm_reference(a, plain, OFFS, out_dtype=torch.float64, accumulate="float64")[:90]
+    exact = grouped_gemm_reference(a, plain, OFFS, out_dtype=torch.float64, accumulate="float64")[:70]
     assert ((got - exact).norm(dim=1) / exact.norm(dim=1)).max() < 2**-8
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("tokens", [1, 17])
 def test_layers(tokens: int) -> None:
     """gpt-oss' gate in the epilogue, in one launch and in several."""
     w13, w2 = (layouts_blocked(weights(4, n, k, seed=n)) for n, k in ((384, 320), (320, 192)))
@@ -136,7 +135,7 @@ def layouts_blocked(t: padless.BlockScaledTensor) -> padless.BlockScaledTensor:
 
 def test_what_else_would_read_them_is_refused() -> None:
     there = layouts.to_repacked(weights(3, 64, 64))
-    a = torch.randn(90, 64)
+    a = torch.randn(70, 64)
     for activations in (FP8_BLOCK, MXFP8, MXFP4, NVFP4):
         with pytest.raises(ValueError, match="b has format MXFP4_REPACKED"):
             padless.grouped_gemm(padless.quantize(a, activations), there, OFFS, backend="reference")

@@ -26,6 +26,7 @@ LOAD = "sm90_bf16/load.cuh"
 TOKENS = "sm90_bf16/tokens.cuh"
 WEIGHTS = "sm90_bf16/weights.cuh"
 MULTIPLY = "sm90_bf16/multiply.cuh"
+REPACKED, REPACKED_PAIR = "sm90_bf16/repacked.cuh", (BF16, "MXFP4_REPACKED")
 
 
 @dataclass(frozen=True)
@@ -294,6 +295,23 @@ BUGS: tuple[Bug, ...] = (
         (),
         ((KERNEL, "problem.global_b + group * problem.global_b_stride", "problem.global_b"),),
     ),
+    # ---- repacked weights
+    Bug(
+        "words rotated by a bit less",
+        (),
+        ((DEQUANTIZE, "funnelshift_l(w, w, 12)", "funnelshift_l(w, w, 11)"),),
+        REPACKED_PAIR,
+    ),
+    Bug("no mantissas of the first codes", (), ((DEQUANTIZE, "| (w >> 8 & FIRST_MANTISSAS)", ""),), REPACKED_PAIR),
+    Bug("a tile's rows not turned over", (), ((REPACKED, "row ^ (quad / 2 * 3)", "row"),), REPACKED_PAIR, quick=True),
+    Bug("the first tile for all quads", (), ((WEIGHTS, "quad / 2 * TILE_CODE_BYTES", "0"),), REPACKED_PAIR),
+    Bug("tiles of the first rows", (), ((LOAD, "row / TILE_CODE_ROWS, tile.group", "0, tile.group"),), REPACKED_PAIR),
+    Bug(
+        "tiles of the first group",
+        (),
+        ((LOAD, "row / TILE_CODE_ROWS, tile.group", "row / TILE_CODE_ROWS, 0"),),
+        REPACKED_PAIR,
+    ),
 )
 
 
@@ -301,6 +319,8 @@ def problem_of(bug: Bug) -> Problem:
     """More K blocks than the rings have stages; a tail of K; two blocks of rows, where weights have such."""
     n = 200 if bug.pair[1] == "FP8_BLOCK" else 72
     sizes, k = ((65, 3), 416) if bug.block_m == 128 else ((5, 9), 672 if bug.blocked else 800)
+    if bug.pair == REPACKED_PAIR:
+        n = 144
     problem = random_problem(bug.pair, sizes, n, k, spare_rows=4)
     if not bug.blocked:
         return problem

@@ -6,13 +6,12 @@ import math
 
 import torch
 
-from padless import formats
 from padless.emulator.fake_driver import EmulatedDriver
-from padless.formats import BlockScaledFormat, BlockScaledTensor
+from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP4_REPACKED, BlockScaledFormat, BlockScaledTensor, round_up
 from padless.kernels.sm90_bf16 import host as sm90_bf16
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.table import BF16
-from padless.layouts import pack_fp4
+from padless.layouts import pack_fp4, to_repacked
 from padless.quantization.quantize import quantize
 from padless.reference.gemm import grouped_gemm_reference
 from support.grouped_problem import Activation, Problem, offsets
@@ -20,13 +19,14 @@ from support.ragged import GuardedOutput
 
 DRIVER = EmulatedDriver()  # one for all tests, since it keeps prepared kernels
 
-FORMATS: dict[str, BlockScaledFormat] = {fmt.name: fmt for fmt in formats.FORMATS}
+FORMATS = FORMAT_BY_NAME
 
 
 def random_problem(
     pair: tuple[str, str], sizes: tuple[int, ...], n: int, k: int, *, spare_rows: int = 3, layout: str = "plain"
 ) -> Problem:
-    """Normal values whose rows differ in magnitude by up to 2^6, quantized."""
+    """Normal values whose rows differ in magnitude by up to 2^6, quantized; repacked weights have whole tiles of codes."""
+    n, k = _whole_tiles(pair, n, k)
     generator = torch.Generator().manual_seed(n * 31 + k)
     rows = sum(sizes) + spare_rows
     x = torch.randn(rows, k, generator=generator) * 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
@@ -42,6 +42,7 @@ def random_problem(
 
 def exact_problem(pair: tuple[str, str], sizes: tuple[int, ...], n: int, k: int) -> Problem:
     """Codes and scales of which every product and every partial sum is exact in float32, in any order."""
+    n, k = _whole_tiles(pair, n, k)
     generator = torch.Generator().manual_seed(n + k)
     a: Activation
     if pair[0] == BF16:
@@ -51,9 +52,15 @@ def exact_problem(pair: tuple[str, str], sizes: tuple[int, ...], n: int, k: int)
     return Problem(a, _exact_operand(FORMATS[pair[1]], (len(sizes), n, k), len(sizes), generator), offsets(sizes))
 
 
+def _whole_tiles(pair: tuple[str, str], n: int, k: int) -> tuple[int, int]:
+    return (round_up(n, 16), round_up(k, 64)) if pair[1] == MXFP4_REPACKED.name else (n, k)
+
+
 def _exact_operand(
     fmt: BlockScaledFormat, shape: tuple[int, ...], num_groups: int, generator: torch.Generator
 ) -> BlockScaledTensor:
+    if fmt == MXFP4_REPACKED:
+        return to_repacked(_exact_operand(MXFP4, shape, num_groups, generator))
     if fmt.codes_per_byte == 2:
         data = pack_fp4(torch.randint(0, 16, shape, generator=generator).to(torch.uint8))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,17 +36,31 @@ def test_a_kernel_compiles_into_what_it_should(most_tokens: int, tmp_path: Path)
     assert any(o.startswith("STG.E.STRONG.GPU") for o in opcodes)
 
 
+@pytest.mark.parametrize("repacked", [False, True])
 @pytest.mark.parametrize("rule", [GateRule(1.702, 7.0, 1.0), None], ids=["gpt-oss", "plain"])
-def test_the_kernel_of_fp4_weights_compiles_into_what_it_should(rule: GateRule | None, tmp_path: Path) -> None:
-    kernel = jit.compile_kernel(host_fp4.KERNEL, MoeDecodeFp4Config(rule).prelude(), "sm_90a")
+def test_the_kernel_of_fp4_weights_compiles_into_what_it_should(
+    rule: GateRule | None, repacked: bool, tmp_path: Path
+) -> None:
+    kernel = jit.compile_kernel(host_fp4.KERNEL, MoeDecodeFp4Config(rule, repacked=repacked).prelude(), "sm_90a")
     assert complaints(kernel) == []
     sass = instructions(kernel, tmp_path)
     opcodes = {line.split()[0] for line in sass}
     assert not [o for o in opcodes if re.match(r"(LDL|STL)\b", o)], "local memory"
     assert {o for o in opcodes if "MMA" in o} == {"HMMA.16816.F32.BF16"}
     assert "UTMALDG.2D" in opcodes
+    assert ("UTMALDG.5D" in opcodes) == repacked
     assert any(o.startswith("LDG.E.128.STRONG.GPU") for o in opcodes), "hidden rows past L1"
     assert any(o.startswith("STG.E.STRONG.GPU") for o in opcodes)
+
+
+def test_repacked_codes_take_fewer_instructions(tmp_path: Path) -> None:
+    """Both loops of a stage: 16 octets of either row with four instructions less each."""
+    counts = []
+    for repacked in (False, True):
+        compiled = jit.compile_kernel(host_fp4.KERNEL, MoeDecodeFp4Config(repacked=repacked).prelude(), "sm_90a")
+        opcodes = Counter(line.split()[0] for line in instructions(compiled, tmp_path))
+        counts.append(sum(n for o, n in opcodes.items() if re.match(r"LOP3|SHF|IMAD\.SHL|PRMT", o)))
+    assert counts[0] - counts[1] >= 2 * 8 * 2 * 4, counts
 
 
 @pytest.mark.slow
