@@ -25,7 +25,7 @@ FORMATS = FORMAT_BY_NAME
 def random_problem(
     pair: tuple[str, str], sizes: tuple[int, ...], n: int, k: int, *, spare_rows: int = 3, layout: str = "plain"
 ) -> Problem:
-    """Normal values whose rows differ in magnitude by up to 2^6, quantized; repacked weights have whole tiles of codes."""
+    """Normal values whose rows differ in magnitude by up to 2^6, quantized; of repacked weights whole tiles."""
     n, k = _whole_tiles(pair, n, k)
     generator = torch.Generator().manual_seed(n * 31 + k)
     rows = sum(sizes) + spare_rows
