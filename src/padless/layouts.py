@@ -91,6 +91,16 @@ _TURNED = [row ^ 3 for row in range(16)]
 _REPACKED_AT_A_TIME = 1 << 26  # bytes
 
 
+def is_repackable(weights: BlockScaledTensor) -> bool:
+    """Whether `to_repacked` takes them: MXFP4 weights, contiguous, N a multiple of 16 and K of 64."""
+    check_readable(weights=weights)
+    return weights.format == MXFP4 and weights.is_weight and _has_code_tiles(weights)
+
+
+def _has_code_tiles(weights: BlockScaledTensor) -> bool:
+    return weights.shape[-2] % 16 == 0 and weights.shape[-1] % 32 == 0 and weights.data.is_contiguous()
+
+
 def to_repacked(weights: BlockScaledTensor) -> BlockScaledTensor:
     """MXFP4 weights with their codes in the order in which Hopper multiplies them, MXFP4_REPACKED, of as many bytes.
 
@@ -116,7 +126,7 @@ def _check_repacked(weights: BlockScaledTensor, format: BlockScaledFormat) -> No
     if not isinstance(weights, BlockScaledTensor) or weights.format != format or not weights.is_weight:
         raise ValueError(f"weights must be {format.name} of kind 'weight', got {shown(weights)}")
     check_readable(weights=weights)
-    if weights.shape[-2] % 16 or weights.shape[-1] % 32 or not weights.data.is_contiguous():
+    if not _has_code_tiles(weights):
         raise ValueError(f"weights must be contiguous with N a multiple of 16 and K of 64, got {weights}")
 
 
@@ -157,7 +167,8 @@ _MOVES = _moves()
 
 def _moved_bits(data: torch.Tensor, moves: dict[int, int]) -> torch.Tensor:
     """Codes with the bits of every 32 moved, in little memory next to the result."""
-    words = data.view(torch.uint8).view(torch.int32).flatten()
+    codes = data.view(torch.uint8)
+    words = (codes if codes.storage_offset() % 4 == 0 else codes.clone()).view(torch.int32).flatten()
     out = torch.empty_like(words)
     for part, to in zip(words.split(_REPACKED_AT_A_TIME // 4), out.split(_REPACKED_AT_A_TIME // 4), strict=True):
         wide = part.to(torch.int64) & 0xFFFFFFFF

@@ -128,9 +128,9 @@ def test_an_engine_has_the_trainers_bits(engine: str, in_inference: bool) -> Non
         assert [t.data_ptr() for t in parts(cache._weights)] == addresses
 
 
-def mxfp4_codes(seed: int, i: int = 160) -> ExpertCodes:
+def mxfp4_codes(seed: int, i: int = 160, h: int = 160) -> ExpertCodes:
     g = torch.Generator().manual_seed(seed)
-    w13, w2 = torch.randn(5, 2 * i, 160, generator=g) / 12, torch.randn(5, 160, i, generator=g) / 12
+    w13, w2 = torch.randn(5, 2 * i, h, generator=g) / 12, torch.randn(5, h, i, generator=g) / 12
     first, second = (quantize(w, MXFP4, kind="weight", scale_layout="plain") for w in (w13, w2))
     return ExpertCodes(first, second, "alternating")
 
@@ -171,10 +171,10 @@ def test_copies_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
 def test_repacked_codes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's MXFP4 experts: the bits stay, a trainer's codes are repacked, and a state dict has them as they were."""
     monkeypatch.setattr(weights, "is_on_gpu", lambda t: True)
-    drawn = draw_layer((MXFP4, torch.bfloat16), tokens=20, h=160, i=160)
-    codes = mxfp4_codes(1)
+    drawn = draw_layer((MXFP4, torch.bfloat16), tokens=20, h=192, i=192)
+    codes = mxfp4_codes(1, 192, 192)
     with vllm_seam.in_place():
-        of = EngineLayer(replace(drawn, w13=mxfp4_codes(0).w13, w2=mxfp4_codes(0).w2), MXFP4_NAMES)
+        of = EngineLayer(replace(drawn, w13=mxfp4_codes(0, 192, 192).w13, w2=mxfp4_codes(0, 192, 192).w2), MXFP4_NAMES)
         before = {name: t.clone() for name, t in of.state_dict().items()}
         want = running("vllm", of, drawn)[0]()
         assert repack(of) is of

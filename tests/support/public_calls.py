@@ -288,6 +288,7 @@ CONVERTERS: dict[str, Call] = {
         layouts.from_blocked_groups,
         lambda: {"blocked": one_byte(E8M0, 3 * TILES), "offs": OFFS, "rows": M, "columns": 5},
     ),
+    "layouts.is_repackable": Call(layouts.is_repackable, lambda: {"weights": weight(MXFP4, GROUPS)}),
     "layouts.to_repacked": Call(layouts.to_repacked, lambda: {"weights": weight(MXFP4, GROUPS)}),
     "layouts.from_repacked": Call(
         layouts.from_repacked, lambda: {"weights": layouts.to_repacked(weight(MXFP4, GROUPS))}

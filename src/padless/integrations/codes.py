@@ -14,7 +14,7 @@ from torch import nn
 
 from padless.formats import MXFP4, BlockScaledTensor
 from padless.integrations.weights import block_scaled, refresh
-from padless.layouts import from_repacked, to_repacked
+from padless.layouts import from_repacked, is_repackable, to_repacked
 from padless.nn.codes import ExpertCodes
 
 __all__ = ["load_codes", "refresh", "repack"]
@@ -64,9 +64,9 @@ def repack(model: nn.Module) -> nn.Module:
     """Repacks the MXFP4 codes of all experts modules in a model, in place, an expert layer at a time; returns the model.
 
     model: of transformers or vLLM, gpt-oss from an MXFP4 file or after `quantize_experts`, for Hopper. Its codes become
-        parameters (E, N, K / 8) int32 of `padless.layouts.to_repacked`: outputs keep their bits and few tokens take less
-        time. state_dict and files have the codes as they were; `load_codes` writes to repacked ones too, and an engine's
-        own loader cannot. Adapters are not trained over them.
+        parameters (E, N, K / 8) int32 of `padless.layouts.to_repacked`, where N is a multiple of 16 and K of 64: outputs
+        keep their bits and few tokens take less time. state_dict and files have the codes as they were; `load_codes`
+        writes to repacked ones too, and an engine's own loader cannot. Adapters are not trained over them.
 
     Call it before CUDA graphs are captured. Raises ValueError where there are no such experts.
     """
@@ -78,13 +78,18 @@ def repack(model: nn.Module) -> nn.Module:
             if codes.dtype not in (torch.int8, torch.uint8) or scale.dtype == torch.float8_e4m3fn:
                 continue
             flat = codes.flatten(2) if codes.dim() == 4 else codes  # gpt-oss' blocks of 16 bytes
-            words = to_repacked(block_scaled(name, flat, scale, "")).data.view(torch.int32)
+            weights = block_scaled(name, flat, scale, "")
+            if not is_repackable(weights):
+                continue
+            words = to_repacked(weights).data.view(torch.int32)
             delattr(module, name)
             module.register_parameter(name, nn.Parameter(words, requires_grad=False))
             module.register_state_dict_post_hook(partial(_as_they_were, name, of_scale, codes.dtype, codes.dim()))
             count += 1
     if count == 0:
-        raise ValueError(f"model is {type(model).__name__}, which has no experts with MXFP4 codes")
+        raise ValueError(
+            f"model is {type(model).__name__}, which has no experts with MXFP4 codes of N a multiple of 16 and K of 64"
+        )
     return model
 
 

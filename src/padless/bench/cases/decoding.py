@@ -36,8 +36,7 @@ from padless.bench.problem import sample_reference
 from padless.bench.report import figures, table
 from padless.bench.results import Record, finite, time_us
 from padless.bench.session import Session
-from padless.formats import MXFP4
-from padless.layouts import to_repacked
+from padless.layouts import is_repackable, to_repacked
 from padless.testing import machine
 from padless.testing.judge import SampledReference, attempt
 from padless.testing.timing import Call, Timer, Timing, capture
@@ -71,7 +70,7 @@ def own_layers(layer: LayerProblem) -> list[Contender]:
     ]
     if "router_logits" in signature(moe).parameters:
         found.append(returning(LOGITS, partial(layer_of_logits, layer), TOLERANCE[PADLESS]))
-    if layer.w13.format == MXFP4:
+    if is_repackable(layer.w13) and is_repackable(layer.w2):
         repacked = replace(layer, w13=to_repacked(layer.w13), w2=to_repacked(layer.w2))
         found.append(returning(REPACKED, partial(padless_layer, repacked), TOLERANCE[PADLESS]))
     return found
@@ -236,11 +235,6 @@ def in_order(records: table.Records) -> list[Record]:
     return sorted(records, key=place)
 
 
-def over_floor(records: table.Records) -> list[float]:
-    """Microseconds that padless takes more than its weights' bytes."""
-    return [us - r["floor_us"] for r in records if (us := time_us(r, "gpu", PADLESS)) is not None]
-
-
 def compared_with(name: str) -> str:
     """padless' contender next to another one, which does as much: from ids, or from logits."""
     return LOGITS if name == "monomoe" else PADLESS
@@ -254,8 +248,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         table.Column("model", text=lambda part: str(part[0]["point"]["model"]), left=True, width=15),
         table.Column("T", text=lambda part: str(part[0]["point"]["tokens"])),
         table.time("floor"),
-        *(table.time(name, HEADINGS.get(name), width=8) for name in names),
-        table.Column("over floor", over_floor, 1, width=6),
+        *(table.time(name, HEADINGS.get(name), width=7 if name in (PADLESS, LOGITS, BF16) else 8) for name in names),
         *(
             table.ratio(f"{SHORT.get(name, name)} / {SHORT.get(own, own)}", name, own, digits=2, width=8)
             for name in named

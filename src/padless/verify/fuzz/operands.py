@@ -250,7 +250,7 @@ def weight(
 ) -> Operand:
     """Weights (G, N, K). One block of group ``nan_group`` has the scale NaN."""
     stored = FORMAT_BY_NAME[name]
-    format = MXFP4 if stored == MXFP4_REPACKED else stored  # of what is judged
+    format = MXFP4 if stored == MXFP4_REPACKED else stored  # that a check reads
     codes, scale = (t.to(place.device) for t in _drawn(format, (groups, n, k), drawing, (), generator))
     if 0 <= nan_group < groups:
         scale[nan_group, scale.shape[1] // 2, scale.shape[2] // 2].fill_(NAN_SCALE[format.scale_dtype])
