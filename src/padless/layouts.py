@@ -92,7 +92,9 @@ _REPACKED_AT_A_TIME = 1 << 26  # bytes
 
 
 def is_repackable(weights: BlockScaledTensor) -> bool:
-    """Whether `to_repacked` takes them: MXFP4 weights, contiguous, N a multiple of 16 and K of 64."""
+    """Whether `to_repacked` takes them: MXFP4 weights, contiguous, N a multiple of 16 and K of 64. Raises ValueError."""
+    if not isinstance(weights, BlockScaledTensor):
+        raise ValueError(f"weights must be a BlockScaledTensor, got {shown(weights)}")
     check_readable(weights=weights)
     return weights.format == MXFP4 and weights.is_weight and _has_code_tiles(weights)
 
@@ -167,16 +169,16 @@ _MOVES = _moves()
 
 def _moved_bits(data: torch.Tensor, moves: dict[int, int]) -> torch.Tensor:
     """Codes with the bits of every 32 moved, in little memory next to the result."""
-    codes = data.view(torch.uint8)
-    words = (codes if codes.storage_offset() % 4 == 0 else codes.clone()).view(torch.int32).flatten()
-    out = torch.empty_like(words)
-    for part, to in zip(words.split(_REPACKED_AT_A_TIME // 4), out.split(_REPACKED_AT_A_TIME // 4), strict=True):
-        wide = part.to(torch.int64) & 0xFFFFFFFF
+    codes = data.view(torch.uint8).flatten()
+    out = torch.empty_like(codes)
+    for part, to in zip(codes.split(_REPACKED_AT_A_TIME), out.split(_REPACKED_AT_A_TIME), strict=True):
+        # The copy begins at a whole word wherever `data` begins.
+        wide = part.clone().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
         twice, found = wide | wide << 32, torch.zeros_like(wide)
         for shift, mask in moves.items():
             found |= twice >> (32 - shift) & _rotated(mask, shift)
-        to.copy_(found)  # the lower 32 bits
-    return out.view(torch.uint8).view(data.shape).view(data.dtype)
+        to.view(torch.int32).copy_(found)  # the lower 32 bits
+    return out.view(data.shape).view(data.dtype)
 
 
 # --- 32x4x4 tiles ----------------------------------------------------------------------------------------
