@@ -123,16 +123,9 @@ class AdaptedModule(nn.Module):
     def _active_names(self) -> tuple[str, ...]:
         return () if self.active is None else (self.active,)
 
-    def _low_rank(
-        self,
-        a: Mapping[str, torch.Tensor] | nn.ParameterDict,
-        b: Mapping[str, torch.Tensor] | nn.ParameterDict,
-        names: tuple[str, ...],
-        with_none: bool,
-        groups: torch.Tensor,
-    ) -> LowRank:
-        """What adapters of these names add to rows whose groups (expert, adapter) end at `groups`."""
-        return LowRank(self._of_names(a, b, names, with_none), groups, self.dropout if self.training else 0.0)
+    def _low_rank(self, factors: Factors, groups: torch.Tensor) -> LowRank:
+        """What factors add to rows whose groups (expert, adapter) end at `groups`."""
+        return LowRank(factors, groups, self.dropout if self.training else 0.0)
 
     def _of_names(
         self,
@@ -141,5 +134,6 @@ class AdaptedModule(nn.Module):
         names: tuple[str, ...],
         with_none: bool,
     ) -> Factors:
+        """The factors of adapters of these names; with_none: an expert has a group without an adapter too."""
         down, up = (tuple(p[name] for name in names) for p in (a, b))
         return Factors(down, up, len(names) + with_none, self.scaling)

@@ -311,7 +311,7 @@ class LoraExperts(AdaptedModule):
             }
 
         low13, low2 = (
-            self._low_rank(of(a), of(b), names, by_pairs, groups) if names else None
+            self._low_rank(self._of_names(of(a), of(b), names, by_pairs), groups) if names else None
             for a, b in ((self.a13, self.b13), (self.a2, self.b2))
         )
         return low13, low2

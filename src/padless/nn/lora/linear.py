@@ -64,7 +64,7 @@ class LoraGroupedLinear(AdaptedModule):
             raise ValueError(f"x must be (M, {self.in_features}) on {self.weight.device}, got {describe(x)}")
         format, scale = format_of_rows(self.activations, self.weight)
         names = self._active_names()
-        low = self._low_rank(self.a, self.b, names, False, offs) if names else None
+        low = self._low_rank(self._of_names(self.a, self.b, names, False), offs) if names else None
         return adapted_product(x, rows_as_multiplied(x, format, scale), self.weight, self.bias, offs, low)
 
     def extra_repr(self) -> str:
