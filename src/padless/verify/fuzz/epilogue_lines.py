@@ -11,12 +11,12 @@ import torch
 
 from padless.compat.cudnn.request import D_DTYPES, FORMAT_OF_DTYPE
 from padless.epilogue import COLUMN_FORMATS
-from padless.formats import FORMATS, FP8_BLOCK, MXFP4_REPACKED, NVFP4, BlockScaledFormat, round_up
+from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.kernels.table import QUANT, Route, find_route, kernels_arch
 from padless.verify.fuzz.epilogues import N_MULTIPLE, fitting, norm_const_rule
 from padless.verify.fuzz.problem import Options
-from padless.verify.fuzz.product_lines import Lines
+from padless.verify.fuzz.product_lines import Lines, whole_code_tiles
 from padless.verify.tiles import FUSED, routes_of
 
 GATE_UP = (None, "interleaved", "concatenated")
@@ -28,8 +28,7 @@ _FORMAT_DTYPES = {fmt: dtype for dtype, fmt in FORMAT_OF_DTYPE.items()}
 def line(route: Route, sizes: Sequence[int], n: int, k: int, *properties: str, **others: Any) -> Options:
     """A problem of a route's kernel: bfloat16 values, or codes of ``format`` along rows."""
     one: Options = {"a": route.a, "b": route.b, "module": route.module, "b_layout": "plain", "gate_up": None}
-    if route.b == MXFP4_REPACKED.name:
-        n, k = round_up(n, 16), round_up(k, 64)
+    n, k = whole_code_tiles(route, n, k)
     one |= {"format": None, "out": "bfloat16", "row_layout": "plain", "column_layout": "plain"}
     one |= {"alpha": False, "bias": False, "prob": False, "amax": False, "semantics": "implementation"}
     one |= {"sizes": [*sizes], "past": 0, "n": n, "k": k, "a_layout": "plain", "globals": 1, "b_globals": 1}

@@ -41,11 +41,15 @@ Lines = Callable[[str], Iterable[Options]]
 _FP8 = find_route("grouped_gemm", "sm_90a", "FP8_BLOCK", "FP8_BLOCK")
 
 
+def whole_code_tiles(route: Route, n: int, k: int) -> tuple[int, int]:
+    """n and k, rounded up to tiles of 16 x 64 codes where b is repacked."""
+    return (round_up(n, 16), round_up(k, 64)) if route.b == MXFP4_REPACKED.name else (n, k)
+
+
 def _line(route: Route, sizes: Sequence[int], n: int, k: int, *properties: str, **others: Any) -> Options:
     """A problem of a route's default kernel, in bfloat16."""
     one: Options = {"a": route.a, "b": route.b, "module": route.module, "out": "bfloat16", "b_layout": "plain"}
-    if route.b == MXFP4_REPACKED.name:
-        n, k = round_up(n, 16), round_up(k, 64)
+    n, k = whole_code_tiles(route, n, k)
     one |= {"tile": 0, "sizes": [*sizes], "past": 0, "n": n, "k": k, "a_layout": "plain", "globals": 1, "b_globals": 1}
     one |= {"gaps": [0, 0, 0], "nan_row": -1, "nan_group": -1, "offs64": False, "hostile": [], "seed": 0}
     return one | {"properties": [*properties]} | others
