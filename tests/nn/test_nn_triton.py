@@ -42,7 +42,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
     from padless.moe.triton import quantize_rows, slots
     from padless.nn.triton import activation, dequantize, looked_up, low_rank, rows, swiglu
-    from padless.quantization.triton import casts
+    from padless.quantization.triton import casts, fp8_block
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
     kernels = []
@@ -61,6 +61,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (slots, "_slots_to_rows"),
         (slots, "_rows_to_slots"),
         (swiglu, "_swiglu_backward"),
+        (fp8_block, "_fp8_block_activation"),
     ):
         kernels.append(EmulatedKernel(getattr(module, name)))
         monkeypatch.setattr(module, name, kernels[-1])
