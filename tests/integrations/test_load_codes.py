@@ -195,10 +195,37 @@ def test_repacked_codes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="size mismatch"):  # what another loader writes
         of.load_state_dict(before)
     assert torch.equal(of.w2_weight.view(torch.uint8), to_repacked(codes.w2).data.view(torch.uint8))
-    with pytest.raises(ValueError, match="no experts with MXFP4 codes"):
-        repack(of)
-    with pytest.raises(ValueError, match="no experts with MXFP4 codes"):
-        repack(nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("i", [192, 160])
+def test_repacking_twice(i: int) -> None:
+    """Of a second projection that cannot be repacked, too: it says that nothing is left to do, and writes nothing."""
+    codes = mxfp4_codes(0, i, 192)
+    drawn = draw_layer((MXFP4, torch.bfloat16), tokens=20, h=192, i=i)
+    of = EngineLayer(replace(drawn, w13=codes.w13, w2=codes.w2), MXFP4_NAMES)
+    model = nn.ModuleList([repack(of)])
+    assert (of.w13_weight.dtype, of.w2_weight.dtype == torch.int32) == (torch.int32, i == 192)
+    before = of.tensors
+    with pytest.raises(ValueError, match=r"^model is ModuleList, whose MXFP4 codes are already repacked: nothing"):
+        repack(model)
+    assert all(now is then for now, then in zip(of.tensors, before, strict=True))
+    added = EngineLayer(replace(drawn, w13=codes.w13, w2=codes.w2), MXFP4_NAMES)
+    repack(model.append(added))
+    assert added.w13_weight.dtype == torch.int32, "a layer that was added is repacked"
+
+
+def test_repacking_what_has_no_such_codes() -> None:
+    """No experts, codes whose sizes do not fit, and int32 words of another order, as vLLM makes for Marlin."""
+    drawn = draw_layer((MXFP4, torch.bfloat16), tokens=20, h=160, i=160)
+    odd = EngineLayer(replace(drawn, w13=mxfp4_codes(0).w13, w2=mxfp4_codes(0).w2), MXFP4_NAMES)
+    marlin = EngineLayer(drawn, MXFP4_NAMES)
+    for name, n in (("w13_weight", 320), ("w2_weight", 160)):
+        words, scale = torch.zeros(5, 160 // 16, 2 * n, dtype=torch.int32), torch.zeros(5, 160 // 32, n).to(torch.uint8)
+        setattr(marlin, name, nn.Parameter(words, requires_grad=False))
+        setattr(marlin, f"{name}_scale", nn.Parameter(scale, requires_grad=False))
+    for model in (nn.Linear(3, 3), odd, marlin):
+        with pytest.raises(ValueError, match=f"^model is {type(model).__name__}, which has no experts with MXFP4"):
+            repack(model)
 
 
 def test_a_write_that_is_not_told_leaves_a_copy_stale(monkeypatch: pytest.MonkeyPatch) -> None:

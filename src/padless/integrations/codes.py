@@ -68,13 +68,15 @@ def repack(model: nn.Module) -> nn.Module:
         keep their bits and few tokens take less time. state_dict and files have the codes as they were; `load_codes`
         writes to repacked ones too, and an engine's own loader cannot. Adapters are not trained over them.
 
-    Call it before CUDA graphs are captured. Raises ValueError where there are no such experts.
+    Call it before CUDA graphs are captured. Raises ValueError where there are no such experts, or all are repacked
+    already.
     """
-    count = 0
+    count, is_repacked = 0, False
     for module in model.modules():
         names = _names_of(module)
         for name, of_scale in () if names is None else (names[:2], names[2:]):
             codes, scale = getattr(module, name), getattr(module, of_scale)
+            is_repacked |= codes.dtype == torch.int32 and codes.shape[:-1] == scale.shape[:-1]  # Marlin's are not
             if codes.dtype not in (torch.int8, torch.uint8) or scale.dtype == torch.float8_e4m3fn:
                 continue
             flat = codes.flatten(2) if codes.dim() == 4 else codes  # gpt-oss' blocks of 16 bytes
@@ -86,6 +88,10 @@ def repack(model: nn.Module) -> nn.Module:
             module.register_parameter(name, nn.Parameter(words, requires_grad=False))
             module.register_state_dict_post_hook(partial(_as_they_were, name, of_scale, codes.dtype, codes.dim()))
             count += 1
+    if count == 0 and is_repacked:
+        raise ValueError(
+            f"model is {type(model).__name__}, whose MXFP4 codes are already repacked: nothing needs to be done"
+        )
     if count == 0:
         raise ValueError(
             f"model is {type(model).__name__}, which has no experts with MXFP4 codes of N a multiple of 16 and K of 64"

@@ -58,6 +58,15 @@ def gelu(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def gate_up_columns(column, width, ARRANGEMENT: tl.constexpr):
+    """(of gate, of up) for columns of width: concatenated (0), or interleaved by 32 (1)."""
+    if ARRANGEMENT == 0:
+        return column, width + column
+    of_gate = column // 32 * 64 + column % 32
+    return of_gate, of_gate + 32
+
+
+@triton.jit
 def activated(gate, up, KIND: tl.constexpr, alpha, up_offset, limit, HAS_LIMIT: tl.constexpr, HARDWARE: tl.constexpr):
     """The activation of float32 gate and up, as `padless.moe.activation.activate` defines it; up is unused without."""
     if HAS_LIMIT:

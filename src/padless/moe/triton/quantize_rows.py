@@ -387,14 +387,9 @@ def _load(x_ptrs, column, inside, K, chunk, ACTIVATION: tl.constexpr, GATED: tl.
             both = tl.load(x_ptrs[:, None] + wide[None, :], mask=both_inside & (wide[None, :] < 2 * K), other=0.0)
             gate, up = tl.split(tl.reshape(casts.to_float32(both), (BLOCK_M, BLOCK_K, 2)))
         else:
-            if ARRANGEMENT == 0:
-                gate_column = column
-                up_column = K + column
-            else:
-                gate_column = column // 32 * 64 + column % 32
-                up_column = gate_column + 32
-            gate = casts.to_float32(tl.load(x_ptrs[:, None] + gate_column[None, :], mask=inside, other=0.0))
-            up = casts.to_float32(tl.load(x_ptrs[:, None] + up_column[None, :], mask=inside, other=0.0))
+            of_gate, of_up = arithmetic.gate_up_columns(column, K, ARRANGEMENT)
+            gate = casts.to_float32(tl.load(x_ptrs[:, None] + of_gate[None, :], mask=inside, other=0.0))
+            up = casts.to_float32(tl.load(x_ptrs[:, None] + of_up[None, :], mask=inside, other=0.0))
         values = arithmetic.activated(gate, up, ACTIVATION, alpha, up_offset, limit, HAS_LIMIT, HARDWARE)
         values = tl.where(inside, values, 0.0)
     return values

@@ -532,12 +532,7 @@ def _up_activated(
         of_both = block * (2 * BLOCK_N) + tl.arange(0, 2 * BLOCK_N)
         b = tl.load(factor + of_both[None, :] * n_stride, mask=in_rank[:, None] & (of_both < 2 * I)[None, :], other=0.0)
     else:
-        if ARRANGEMENT == 0:
-            of_gate = column
-            of_up = I + column
-        else:
-            of_gate = column // 32 * 64 + column % 32
-            of_up = of_gate + 32
+        of_gate, of_up = arithmetic.gate_up_columns(column, I, ARRANGEMENT)
         in_factor = in_rank[:, None] & (column < I)[None, :]
         b = tl.load(factor + of_gate[None, :] * n_stride, mask=in_factor, other=0.0)
         b_up = tl.load(factor + of_up[None, :] * n_stride, mask=in_factor, other=0.0)
