@@ -166,10 +166,11 @@ def test_fp4_weights_that_do_not_fit_are_several_launches() -> None:
     [
         ((1, 8, 32, 7168, 2048), True),
         ((2, 8, 32, 7168, 2048), False),
-        ((8, 8, 256, 2048, 512), True),
-        ((9, 8, 256, 2048, 512), False),
-        ((5, 8, 128, 2048, 768), True),
-        ((6, 8, 128, 2048, 768), False),
+        ((7, 8, 256, 2048, 512), True),
+        ((8, 8, 256, 2048, 512), False),
+        ((9, 1, 256, 2048, 512), False),
+        ((4, 8, 128, 2048, 768), True),
+        ((5, 8, 128, 2048, 768), False),
         ((2, 8, 128, 4096, 1408), True),
         ((3, 8, 128, 4096, 1408), False),
         ((9, 1, 128, 128, 128), False),
@@ -177,6 +178,12 @@ def test_fp4_weights_that_do_not_fit_are_several_launches() -> None:
 )
 def test_what_is_faster(sizes: tuple[int, int, int, int, int], one: bool) -> None:
     assert decode.is_faster(LayerShape(*sizes)) == one
+
+
+def test_from_logits_one_launch_is_faster_for_longer() -> None:
+    """Among several launches the router is one more."""
+    tokens = [t for t in range(1, 10) if decode.is_faster(LayerShape(t, 8, 256, 2048, 512), from_logits=True)]
+    assert tokens == list(range(1, 9))
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "offs are read though the kernels ahead may still be writing them",
         ("grid-dependency",),
-        ((MAIN, "griddepcontrol_wait();\n        end =", "end ="),),
+        ((MAIN, "if (!is_ready) griddepcontrol_wait();\n        if (load_lane", "if (load_lane"),),
     ),
     Bug(
         "the ring begins at a stage that was filled ahead",

@@ -96,6 +96,9 @@ class EmulatedDriver:
         def launch(stream: int = 0) -> None:
             settings = self.settings
             emulator = function.with_memory(memory_of(tensors))
+            for address in shape.ready:
+                if (found := emulator.memory.find(address)) is not None:
+                    found.ready = True
             emulator.arithmetic, emulator.checks = settings.arithmetic, settings.checks
             emulator.ignore, emulator.machine = frozenset(settings.ignore), settings.machine
             result = emulator.launch(

@@ -8,7 +8,7 @@ from padless.arguments import is_one_of
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.remembered import Prepared, facts_of, launch_remembered
 from padless.kernels.sm90_moe_decode import host, host_fp4
-from padless.kernels.sm90_moe_decode.choice import Choice
+from padless.kernels.sm90_moe_decode.choice import ByLogits, Choice
 from padless.kernels.sm90_moe_decode.config import LayerShape
 from padless.kernels.sm90_moe_decode.config_fp4 import Fp4LayerShape
 from padless.moe.activation import Activation
@@ -18,20 +18,22 @@ from padless.runtime.choices import BackendName
 from padless.runtime.devices import chosen_backend, device_of
 
 # Where one launch is faster than several, as measured on an H200: up to so many tokens whose hidden rows have at most so
-# many values, and rows of x so many columns; a token alone always.
-MOST_TOKENS, MOST_HIDDEN, MOST_COLUMNS = 8, 8 << 12, 4096
+# many values, more from logits, which are a launch more among several, and rows of x so many columns; a token alone
+# always.
+MOST_TOKENS, MOST_HIDDEN, MOST_HIDDEN_FROM_LOGITS, MOST_COLUMNS = 8, 7 << 12, 8 << 12, 4096
 MOST_FP4_TOKENS = 8  # with FP4 weights
 
 SPIN_LIMIT = 0  # turns of a wait for other CTAs after which a launch traps instead of hanging; 0 is none
 
 
-def is_faster(shape: LayerShape | Fp4LayerShape) -> bool:
+def is_faster(shape: LayerShape | Fp4LayerShape, *, from_logits: bool = False) -> bool:
     """Whether moe() computes such a layer in one launch, if it can."""
     if isinstance(shape, Fp4LayerShape):
         return shape.tokens <= MOST_FP4_TOKENS
     if shape.tokens == 1:
         return True
-    return shape.tokens <= MOST_TOKENS and shape.hidden_words <= MOST_HIDDEN and shape.h <= MOST_COLUMNS
+    most_hidden = MOST_HIDDEN_FROM_LOGITS if from_logits else MOST_HIDDEN
+    return shape.tokens <= MOST_TOKENS and shape.hidden_words <= most_hidden and shape.h <= MOST_COLUMNS
 
 
 def moe_in_one_launch(
@@ -86,7 +88,7 @@ def moe_in_one_launch(
     shape: LayerShape | Fp4LayerShape = (
         host_fp4.shape_of(choice, w2, driver.num_sms(x.device.index or 0)) if is_fp4 else host.shape_of(choice, w2)
     )
-    if not shape.fits or (only_if_faster and not is_faster(shape)):
+    if not shape.fits or (only_if_faster and not is_faster(shape, from_logits=isinstance(choice, ByLogits))):
         return None
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
     scratch = host.scratch_for(out.device, out.data_ptr(), shape)

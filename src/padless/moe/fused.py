@@ -8,6 +8,7 @@ import torch
 
 from padless.epilogue import Epilogue, EpilogueTensors, GateRule
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
+from padless.kernels import ahead
 from padless.kernels.launch import Prepared
 from padless.kernels.remembered import facts_of, launch_remembered
 from padless.moe.activation import Activation
@@ -143,5 +144,7 @@ def _launch(
         return prepare(a, weights, offs, epilogue, tensors, "cuda", None)
 
     t = tensors
-    facts = facts_of((epilogue,), a, weights, offs, t.bias, t.prob, t.global_scale, t.d, t.row_codes, t.row_scale)
+    facts = facts_of(
+        (epilogue, ahead.facts()), a, weights, offs, t.bias, t.prob, t.global_scale, t.d, t.row_codes, t.row_scale
+    )
     launch_remembered(facts, pack, offs)

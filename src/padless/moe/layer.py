@@ -26,7 +26,7 @@ from padless.formats import (
     BlockScaledFormat,
     BlockScaledTensor,
 )
-from padless.kernels import replay
+from padless.kernels import ahead, replay
 from padless.kernels.sm90_moe_decode.choice import ByLogits, Choice, Given
 from padless.moe import backward, ops
 from padless.moe.activation import Activation
@@ -245,9 +245,16 @@ def _forward(
     given = given_of(choice)
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, given.ids, first.weights.shape[0], format, of_x)
-    hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
-    y = second.product(hidden, routing.offs)
-    return combine(y, routing.inverse, given.weights, shared, out_dtype=out_dtype)
+    is_ready = (
+        format == first.weights.format == second.weights.format == FP8_BLOCK
+        and given.ids.numel() <= ahead.MOST_SLOTS
+        and fuses(first.weights, activation, format, first.backend)
+    )
+    with ahead.ready(ahead.Ready(given.ids) if is_ready else None):
+        hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
+    with ahead.ready(ahead.Ready() if is_ready else None):
+        y = second.product(hidden, routing.offs)
+        return combine(y, routing.inverse, given.weights, shared, out_dtype=out_dtype)
 
 
 def gathered(

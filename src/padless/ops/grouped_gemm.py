@@ -12,6 +12,7 @@ import torch
 
 from padless.arguments import check_flag, check_readable, refuse_kinds, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
+from padless.kernels import ahead
 from padless.kernels.launch import KernelChoice, tile_of
 from padless.kernels.remembered import facts_of, keep, known, remember
 from padless.kernels.table import check_config, find_route, format_name
@@ -168,7 +169,9 @@ def _run(
     (N, K)."""
     # Launches are kept by output, of operands that passed every check. One without an output is looked up with a new
     # one, and packed for that: another allocation would have another address every time.
-    facts = facts_of((operation,), a, b, offs, offs=offs) if backend is None or backend == "cuda" else None
+    facts = (
+        facts_of((operation, ahead.facts()), a, b, offs, offs=offs) if backend is None or backend == "cuda" else None
+    )
     launches = known(facts)
     if launches is not None:
         if out is None and out_dtype in OUT_DTYPES:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Protocol, Self
 
@@ -44,12 +44,15 @@ class LaunchShape:
 
     programmatic: the launch may begin before the kernel ahead of it in the stream has ended (programmatic dependent
     launch). Only for kernels that execute griddepcontrol.wait before they touch global memory.
+    ready: addresses of tensors that they may read before that, since no kernel that may still run writes them; for
+        drivers that check.
     """
 
     grid: int
     block: int
     cluster: int
     programmatic: bool = False
+    ready: tuple[int, ...] = field(default=(), compare=False)
 
 
 # One kernel argument: an integer with its size in bytes, or encoded tensor maps (a multiple of 128 bytes).

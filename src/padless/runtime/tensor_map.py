@@ -54,6 +54,19 @@ def operand(tensor: torch.Tensor, block_rows: int) -> TensorMapSpec:
     return TensorMapSpec(data_type, tensor.data_ptr(), dims, strides, box, SWIZZLE_128B)
 
 
+def gate_up_operand(tensor: torch.Tensor, block_rows: int, run: int) -> TensorMapSpec:
+    """(G, 2 I, K), gate above up, in boxes of ``block_rows`` x 128 bytes: ``run`` rows of gate and of up in turn.
+
+    By K, row of a run, gate or up, run, group.
+    """
+    data_type, size = DATA_TYPES[tensor.dtype]
+    groups, n, k = tensor.shape
+    row, group = (outer_stride(tensor, dim) for dim in (1, 0))
+    dims, strides = (k, run, 2, n // 2 // run, groups), (row, n // 2 * row, run * row, group)
+    box = (128 // size, run, 2, block_rows // (2 * run), 1)
+    return TensorMapSpec(data_type, tensor.data_ptr(), dims, strides, box, SWIZZLE_128B)
+
+
 def code_tiles(codes: torch.Tensor, rows: int, k: int) -> TensorMapSpec:
     """Repacked codes (G, N, K / 2), tiles of 512 bytes for 16 rows x 64 of K (`padless.layouts.to_repacked`).
 

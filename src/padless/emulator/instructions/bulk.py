@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from padless.emulator.instructions import bulk_transfer
 from padless.emulator.instructions.cp_async import small_copy
 from padless.emulator.instructions.data import cache_qualifier
@@ -105,8 +107,8 @@ def tensor_copy(e: Emitter, operation: str) -> None:
     pair = e.has("cta_group::2")
 
     def bulk_tensor(site: Site) -> None:
-        check_grids(site.warp, [site.lane], site.instruction)
         found = read_tensor_map(site, map_operand.at(site))
+        check_grids(site.warp, [site.lane], site.instruction, np.array([found.address]))
         where = tuple(site.value(c) for c in coordinates)
         if found.rank != rank:
             site.report("tma", f"a {rank}-d copy through a tensor map of rank {found.rank}")

@@ -19,8 +19,7 @@ from padless.emulator.units.number_formats import Array
 
 
 def check_grids(w: Warp, lanes: Any, instruction: Instruction, where: Array | None = None) -> None:
-    """In a programmatic launch: lanes access global memory, at the addresses `where`; constants of the module are
-    nobody's to write."""
+    """In a programmatic launch: lanes access global memory, at the addresses `where`; what is ready can be read."""
     grids = w.cta.cluster.grids
     if grids is None:
         return
@@ -30,7 +29,7 @@ def check_grids(w: Warp, lanes: Any, instruction: Instruction, where: Array | No
         return
     if where is not None:
         find = w.launch.memory.find
-        early[early] = [not ((found := find(x)) and found.constant) for x in where[early].tolist()]
+        early[early] = [not ((found := find(x)) and found.ready) for x in where[early].tolist()]
     if early.any():
         Site(w, instruction, int(lanes[np.argmax(early)])).report(KIND, EARLY)
 

@@ -13,8 +13,9 @@ from padless.emulator.units.number_formats import Array
 
 
 class Allocation:
-    """One registered array: `size` bytes at `address`. `constant`: no kernel may write it. `followed`: its reads are
-    remembered from the launch's start on, and not from its first ordinary store on."""
+    """One registered array: `size` bytes at `address`. `constant`: no kernel may write it. `ready`: no kernel ahead of
+    the launch that may still run writes it. `followed`: its reads are remembered from the launch's start on, and not
+    from its first ordinary store on."""
 
     def __init__(self, address: int, data: Array, name: str, constant: bool = False) -> None:
         self.address = address
@@ -22,7 +23,7 @@ class Allocation:
         self.size = data.size
         self.end = address + data.size
         self.name = name
-        self.constant = constant
+        self.constant = self.ready = constant
         self.followed = False
         self.views: dict[Any, Array] = {}
 

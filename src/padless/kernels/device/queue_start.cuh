@@ -11,6 +11,26 @@ __device__ __forceinline__ int load_ends_early(const int* offs, int num_groups, 
     return load_group_end(offs, num_groups, m, threadIdx.x % 32);
 }
 
+// One warp: makes the queue's barriers, and with `are_few` writes down the table and queues the first tile.
+template <class Order, int BLOCK_M, int MAX_GROUPS>
+__device__ __forceinline__ void make_queue(TileQueueStorage& queue, GroupTableStorage<MAX_GROUPS>& groups,
+                                           int readers, int end, int num_groups, int m, int n, bool are_few,
+                                           int lane) {
+    if (elect_one()) {
+        for (int s = 0; s < QUEUE_SLOTS; ++s) {
+            mbarrier_init(shared_address(&queue.full[s]), 1);
+            mbarrier_init(shared_address(&queue.empty[s]), readers);
+        }
+        fence_mbarrier_init();
+    }
+    __syncwarp();
+    if (are_few) {
+        const PlacedGroup group = place_group<BLOCK_M>(end, num_groups, m, lane);
+        queue_first_tile<Order>(queue, group, Order::tiles_along(n), blockIdx.x, gridDim.x, lane);
+        store_group(groups, group, num_groups, lane);
+    }
+}
+
 // All threads of the CTA. `end`: of load_ends_early. `readers`: arrivals that free a slot. Ends with the table visible to all of
 // them and, if groups are few or the table is flat (the result), with the first tile queued. Until then nothing of global memory may be touched: the
 // kernels ahead may still be writing it.
@@ -19,21 +39,8 @@ __device__ __forceinline__ bool start_queue(TileQueueStorage& queue, GroupTableS
                                             int readers, int end, const int* offs, int num_groups, int m,
                                             int n, int warp, int lane) {
     const bool are_few = num_groups <= SMALL_TABLE;
-    if (warp == QUEUE_WARP) {
-        if (elect_one()) {
-            for (int s = 0; s < QUEUE_SLOTS; ++s) {
-                mbarrier_init(shared_address(&queue.full[s]), 1);
-                mbarrier_init(shared_address(&queue.empty[s]), readers);
-            }
-            fence_mbarrier_init();
-        }
-        __syncwarp();
-        if (are_few) {
-            const PlacedGroup group = place_group<BLOCK_M>(end, num_groups, m, lane);
-            queue_first_tile<Order>(queue, group, Order::tiles_along(n), blockIdx.x, gridDim.x, lane);
-            store_group(groups, group, num_groups, lane);
-        }
-    }
+    if (warp == QUEUE_WARP)
+        make_queue<Order, BLOCK_M>(queue, groups, readers, end, num_groups, m, n, are_few, lane);
     if (warp != QUEUE_WARP || !are_few) griddepcontrol_wait();
     if (are_few) {
         __syncthreads();

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from padless.epilogue import INTERLEAVE
 from padless.formats import BlockScaledTensor
-from padless.kernels import maps
+from padless.kernels import ahead, maps
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.schedule import has_half_tiles
 from padless.kernels.sm90_fp8.config import Problem, Sm90Fp8Config, fit_config, select_config
@@ -72,9 +73,24 @@ def packed(
     kernel, function = loaded
     arguments = [*encoded, (b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
     arguments += [(value, 4) for value in (problem.m, problem.n, problem.k, problem.num_groups, counter)]
-    tensors = [a.data, a.scale, b.data, b.scale, *written] + ([] if offs is None else [offs])
-    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True)
+    what = usable(ahead.current(), offs, problem.m, tile)
+    ids = None if what is None else what.ids
+    arguments.append((int(what is not None), 4))
+    if tile.few_rows:
+        arguments += [(0, 8), (0, 4)] if ids is None else [(ids.data_ptr(), 8), (ids.element_size(), 4)]
+    tensors = [t for t in (a.data, a.scale, b.data, b.scale, *written, offs, ids) if t is not None]
+    early = () if what is None else tuple(t.data_ptr() for t in (b.data, offs if ids is None else ids) if t is not None)
+    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True, ready=early)
     return driver.prepare(function, kernel, shape, [*arguments, *others], tensors)
+
+
+def usable(what: ahead.Ready | None, offs: torch.Tensor | None, m: int, tile: Sm90Fp8Config) -> ahead.Ready | None:
+    """The kernel's use of what is ready: offs without clusters, and ids with tokens on columns."""
+    if what is None or offs is None:
+        return None
+    if tile.few_rows:
+        return what if what.ids is None or (what.ids.numel() == m and what.ids.is_contiguous()) else None
+    return what if what.ids is None and tile.cluster_n == 1 and tile.scales == "mn" else None
 
 
 def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:
@@ -86,12 +102,13 @@ def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:
 
 
 def few_rows_maps(
-    a: BlockScaledTensor, b: BlockScaledTensor, config: Sm90Fp8Config, weight_rows: int | None = None
+    a: BlockScaledTensor, b: BlockScaledTensor, config: Sm90Fp8Config, gate_and_up_apart: bool = False
 ) -> tuple[tensor_map.TensorMapSpec, ...]:
-    """A, B, in boxes of ``weight_rows`` rows or a tile's, and scales of A, as sm90_fp8_few reads them."""
+    """A, B and scales of A, as sm90_fp8_few reads them."""
+    n = config.block_n
     return (
         tensor_map.operand(a.data, config.block_m),
-        tensor_map.operand(b.data, config.block_n if weight_rows is None else weight_rows),
+        tensor_map.gate_up_operand(b.data, n, INTERLEAVE) if gate_and_up_apart else tensor_map.operand(b.data, n),
         tensor_map.mn_major_scales(a.scale, config.block_m + 4),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.epilogue import INTERLEAVE, Epilogue, EpilogueTensors
+from padless.epilogue import Epilogue, EpilogueTensors
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels import epilogue_gate, epilogue_launch, maps
 from padless.kernels.config import FEW_GROUPS, MANY_GROUPS
@@ -90,7 +90,7 @@ def prepare(
     counter = tile_counter(compiled, device, epilogue_launch.output_address(tensors))
     used = epilogue_launch.present(tensors) + ([] if low is None else [low.t, low.factor])
     if tile.few_rows:
-        read = few_rows_maps(a, b, tile, INTERLEAVE if epilogue.gate_and_up_apart else None)
+        read = few_rows_maps(a, b, tile, epilogue.gate_and_up_apart)
         few: list[Argument] = [*map(driver.encode, read), epilogue_launch.direct_outputs(driver, tensors, epilogue, n)]
         return Prepared(packed(driver, loaded, a, b, offs, problem, tile, few, counter, used), copies)
     specs = [

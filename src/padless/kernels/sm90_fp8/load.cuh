@@ -34,12 +34,11 @@ struct StageLoads {
     }
 };
 
-// Producer, one thread: fills a stage that is empty with K block `kb`.
+// Producer, one thread: begins to fill a stage that is empty, with the weights of K block `kb`.
 template <bool BY_M64S>
-__device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem& problem,
-                                           const TensorMap& map_a, const TensorMap& map_b,
-                                           const TensorMap& map_sfa, const Tile& tile,
-                                           const StageLoads<BY_M64S>& loads, int kb, int stage) {
+__device__ __forceinline__ void load_weights(SharedStorage& shared, const Problem& problem,
+                                             const TensorMap& map_b, const Tile& tile,
+                                             const StageLoads<BY_M64S>& loads, int kb, int stage) {
     const uint32_t full = shared_address(&shared.full[stage]);
     mbarrier_arrive_expect_tx(full, loads.bytes);
     if constexpr (COLUMNS_ARE_INTERLEAVED) {  // see device/sm90/wgmma_fragment.cuh
@@ -53,11 +52,28 @@ __device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem&
     } else {
         tma_load_3d(map_b, shared_address(shared.b[stage]), full, kb * BLOCK_K, loads.column, tile.group);
     }
+}
+
+// Producer, one thread: fills the stage up, with the rows and their scales.
+template <bool BY_M64S>
+__device__ __forceinline__ void load_rows(SharedStorage& shared, const TensorMap& map_a,
+                                          const TensorMap& map_sfa, const Tile& tile,
+                                          const StageLoads<BY_M64S>& loads, int kb, int stage) {
+    const uint32_t full = shared_address(&shared.full[stage]);
     load_boxes<BY_M64S ? 4 : 1>(map_a, shared.a[stage], full, kb * BLOCK_K, tile.row, loads.boxes,
                                 loads.step);
     for (int i = 0; i < loads.sfa_copies; ++i)
         tma_load_2d(map_sfa, shared_address(shared.sfa[stage] + i * SFA_COPY_FLOATS), full,
                     (tile.row & ~3) + i * SFA_COPY_FLOATS, kb);
+}
+
+template <bool BY_M64S>
+__device__ __forceinline__ void load_stage(SharedStorage& shared, const Problem& problem,
+                                           const TensorMap& map_a, const TensorMap& map_b,
+                                           const TensorMap& map_sfa, const Tile& tile,
+                                           const StageLoads<BY_M64S>& loads, int kb, int stage) {
+    load_weights(shared, problem, map_b, tile, loads, kb, stage);
+    load_rows(shared, map_a, map_sfa, tile, loads, kb, stage);
 }
 
 #if LOW_RANK_STEPS > 0
@@ -78,16 +94,23 @@ __device__ __forceinline__ void load_low_rank(SharedStorage& shared, const Probl
 constexpr bool LOADS_AHEAD = CLUSTER_N == 1 && !SCALES_K_MAJOR;
 
 // Producer, one thread, when the kernel begins and all stages are empty: the first K blocks of the first tile. Returns how
-// many.
+// many. With `is_ready` the kernels ahead may still be writing the rows, and are waited for behind the weights.
 __device__ __forceinline__ int load_first_stages(SharedStorage& shared, const Problem& problem,
                                                  const TensorMap& map_a, const TensorMap& map_b,
-                                                 const TensorMap& map_sfa, const Tile& tile) {
+                                                 const TensorMap& map_sfa, const Tile& tile, bool is_ready) {
     if (tile.rows == 0) return 0;
     const StageLoads<false> loads(problem, tile);
     const int count = problem.k_blocks() < STAGES ? problem.k_blocks() : STAGES;
 #pragma unroll 1
-    for (int kb = 0; kb < count; ++kb)
-        load_stage(shared, problem, map_a, map_b, map_sfa, tile, loads, kb, kb);
+    for (int kb = 0; kb < count; ++kb) {
+        load_weights(shared, problem, map_b, tile, loads, kb, kb);
+        if (!is_ready) load_rows(shared, map_a, map_sfa, tile, loads, kb, kb);
+    }
+    if (is_ready) {
+        griddepcontrol_wait();
+#pragma unroll 1
+        for (int kb = 0; kb < count; ++kb) load_rows(shared, map_a, map_sfa, tile, loads, kb, kb);
+    }
     return count;
 }
 

@@ -22,6 +22,10 @@
 //      wait window_empty <---- arrive ------------  ... after the last scale of the tile is read   } row-major
 //      load scale window --> window_full --------->  wait window_full                             } scales only
 //
+// With `is_ready` the groups' table, the queue's first tile and its weights do not wait for the kernels ahead (device/ahead.cuh).
+// Who touches anything else does first, or comes behind one who has: the producer ahead of the rows, the scheduler ahead of
+// its counter, the consumers.
+//
 // Padding-free rule: loads may run past the end of a group (those rows are computed and dropped, and rows past M
 // read as zero); the store alone is bounded, by one of the two ways of device/sm90/output.cuh. No row of another group and no
 // row past offs[G - 1] is ever written.
@@ -47,6 +51,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
+#include "device/ptx/strong_memory.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/wgmma.cuh"
 #if LOW_RANK_STEPS > 0
@@ -63,6 +68,7 @@ using uint64_t = unsigned long long;
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/weights_prefetch.cuh"
+#include "device/ahead.cuh"
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
 #include "device/activation.cuh"
@@ -137,7 +143,7 @@ __device__ __forceinline__ void consume_tiles(SharedStorage& shared, const Probl
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
-    const int* offs, int m, int n, int k, int num_groups, int counter
+    const int* offs, int m, int n, int k, int num_groups, int counter, int is_ready
 #if !EPILOGUE_IS_QUANT
     ,
     const uint8_t* b, long long b_row_bytes, long long b_group_bytes
@@ -164,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
     const int load_lane = threadIdx.x - LOAD_WARP * 32;  // lane apart from `lane`, which the main loop keeps
     int end = 0;
     if (threadIdx.x / 32 == LOAD_WARP && has_small_table) {
-        griddepcontrol_wait();
-        end = load_group_end(offs, num_groups, m, load_lane);
+        if (!is_ready) griddepcontrol_wait();
+        if (load_lane < num_groups) end = load_end_ahead(offs, m, load_lane);
     }
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
 
@@ -174,7 +180,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         pin_register(n_tiles);  // known before offs are here
         pin_register(worker);
         if (elect_one()) {
-            griddepcontrol_launch_dependents();
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
@@ -209,15 +214,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         }
     } else if (warp < NUM_CONSUMER_WARPS) {
 #if !EPILOGUE_IS_QUANT
-        prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(Weights{b, b_row_bytes, b_group_bytes}, n, k,
-                                                                 num_groups);
+        if (!is_ready)
+            prefetch_weights_lines<BLOCK_N, NUM_CONSUMER_WARPS * 32>(Weights{b, b_row_bytes, b_group_bytes},
+                                                                     n, k, num_groups);
 #endif
         clear_missing_rows<STAGES, BLOCK_M, NUM_CONSUMER_WARPS * 32>(shared.a[0], problem.row_box(), m);
     }
-    if (warp != LOAD_WARP || !has_small_table) griddepcontrol_wait();
+    if (!is_ready && (warp != LOAD_WARP || !has_small_table)) griddepcontrol_wait();
     bool has_first_tile = has_small_table;
     if (!has_small_table) {
-        has_first_tile = build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, offs, num_groups, m, lane);
+        const int* const ends = ends_in_shared<NUM_THREADS>(shared.groups, offs, IdsAhead{}, m, num_groups);
+        has_first_tile = build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, ends, num_groups, m, lane);
         if (has_first_tile && warp == LOAD_WARP && elect_one())
             queue_first_tile(shared.queue, Order(shared.groups.table(), n, gridDim.x / CLUSTER_N),
                              blockIdx.x / CLUSTER_N);
@@ -241,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
     }
     int ahead = 0;  // K blocks of the first tile that are on their way
     if (LOADS_AHEAD && warp == LOAD_WARP && has_first_tile && elect_one())
-        ahead = load_first_stages(shared, problem, map_a, map_b, map_sfa, shared.queue.tiles[0]);
+        ahead = load_first_stages(shared, problem, map_a, map_b, map_sfa, shared.queue.tiles[0], is_ready);
 
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
@@ -251,12 +258,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
                     load_tiles<true>(shared, problem, map_a, map_b, map_sfa, ahead);
                 else
                     load_tiles<false>(shared, problem, map_a, map_b, map_sfa, ahead);
+                if (RELEASES_LATE) griddepcontrol_launch_dependents();
             }
         } else if (warp == NUM_CONSUMER_WARPS + 1 && (CLUSTER_N == 1 || cluster_cta_rank() == 0)) {
-            if (elect_one())
+            if (elect_one()) {
+                griddepcontrol_wait();
                 schedule_tiles<CLUSTER_N, HALF_TILES, TAKES_LATE>(
                     shared.queue, Order(shared.groups.table(), n, gridDim.x / CLUSTER_N), counter,
                     blockIdx.x / CLUSTER_N, gridDim.x / CLUSTER_N, &shared.next_tile_wanted, has_first_tile);
+                if (!RELEASES_LATE) griddepcontrol_launch_dependents();
+            }
         }
 #if !EPILOGUE_IS_QUANT
         const int storing = warp - (NUM_CONSUMER_WARPS + 2);  // the consumer warpgroup that it stores for
@@ -266,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_gr
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
+        griddepcontrol_wait();
         consume_tiles(uniform_in_warp(shared, lane), problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }

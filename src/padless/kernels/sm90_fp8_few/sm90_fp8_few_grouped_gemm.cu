@@ -14,6 +14,9 @@
 //      wait empty[s]  <------- arrive empty[s] ---  ... after the products of stage s, and the promotion
 //      load A, B, sfa --> full[s] (bytes) ------->  wait full[s]; wgmma; promote
 //
+// With `is_ready` the groups' table, the queue's first tile and its weights do not wait for the kernels ahead (device/ahead.cuh).
+// Who touches anything else does first: the producer ahead of the tokens, the scheduler ahead of its counter, the consumers.
+//
 // Padding-free rule: as in sm90_fp8_grouped_gemm.cu. The store alone is bounded, by the ragged descriptor of
 // device/sm90/output.cuh, or by the rows that exist.
 //
@@ -33,7 +36,9 @@ using uint64_t = unsigned long long;
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
+#include "device/ptx/strong_memory.cuh"
 #include "device/ptx/tma.cuh"
+#include "device/ptx/tma_5d.cuh"
 #include "device/ptx/wgmma.cuh"
 #include "device/ptx/wgmma_few_columns.cuh"
 
@@ -46,6 +51,7 @@ using uint64_t = unsigned long long;
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/queue_start.cuh"
+#include "device/ahead.cuh"
 #include "device/weights_prefetch.cuh"
 #include "sm90_fp8_few/storage.cuh"
 #include "sm90_fp8_few/load.cuh"
@@ -86,18 +92,26 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_few_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
-    const int* offs, int m, int n, int k, int num_groups, int counter) {
+    const int* offs, int m, int n, int k, int num_groups, int counter, int is_ready, const void* ids,
+    int id_bytes) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{sfb, m, n, k, num_groups};
     constexpr int LOAD_WARP = NUM_CONSUMER_WARPS, SCHEDULE_WARP = LOAD_WARP + 1;
-    const int end = load_ends_early<SCHEDULE_WARP>(offs, num_groups, m);
+    const IdsAhead ahead{ids, id_bytes};
+    const bool are_few = num_groups <= SMALL_TABLE;
+    int end = 0;
+    if (are_few && ids != nullptr)
+        end = count_ends_early<SCHEDULE_WARP, NUM_THREADS>(shared.groups, ahead, m, num_groups);
+    else if (are_few && threadIdx.x / 32 == SCHEDULE_WARP) {
+        if (!is_ready) griddepcontrol_wait();
+        if (threadIdx.x % 32 < num_groups) end = load_end_ahead(offs, m, threadIdx.x % 32);
+    }
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
     if (warp == LOAD_WARP) {
         if (elect_one()) {
-            griddepcontrol_launch_dependents();
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             prefetch_tensormap(map_sfa);
@@ -110,11 +124,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_fe
         __syncwarp();
     }
     if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
-        if (warp == LOAD_WARP + 2 && elect_one())
+        if (!is_ready && warp == LOAD_WARP + 2 && elect_one())
             prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
     }
-    const bool has_first_tile = start_queue<Order, SCHEDULE_WARP, BLOCK_M, NUM_THREADS>(
-        shared.queue, shared.groups, NUM_TILE_READERS, end, offs, num_groups, m, n, warp, lane);
+    if (warp == SCHEDULE_WARP)
+        make_queue<Order, BLOCK_M>(shared.queue, shared.groups, NUM_TILE_READERS, end, num_groups, m, n,
+                                   are_few, lane);
+    if (!is_ready && (warp != SCHEDULE_WARP || !are_few)) griddepcontrol_wait();
+    bool has_first_tile = are_few;
+    if (are_few) {
+        __syncthreads();
+    } else {
+        const int* const ends = ends_in_shared<NUM_THREADS>(shared.groups, offs, ahead, m, num_groups);
+        has_first_tile = build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, ends, num_groups, m, lane);
+        if (has_first_tile && warp == SCHEDULE_WARP && lane == 0)
+            queue_first_tile(shared.queue, Order(shared.groups.table(), n, gridDim.x), blockIdx.x);
+    }
 #if EPILOGUE_IS_QUANT
     if constexpr (HAS_GROUP_TILES) {
         if (warp == 1) count_row_tiles(shared.groups.sorted.ends, num_groups, shared.group_tiles, lane);
@@ -125,15 +150,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_fe
     if (warp >= NUM_CONSUMER_WARPS) {
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == LOAD_WARP) {
-            if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa);
+            if (elect_one()) {
+                load_tiles(shared, problem, map_a, map_b, map_sfa, is_ready);
+                if (RELEASES_LATE) griddepcontrol_launch_dependents();
+            }
         } else if (warp == SCHEDULE_WARP) {
-            if (elect_one())
+            if (elect_one()) {
+                griddepcontrol_wait();
                 schedule_tiles<1>(shared.queue, Order(shared.groups.table(), n), counter, blockIdx.x,
                                   gridDim.x, nullptr, has_first_tile);
+                if (!RELEASES_LATE) griddepcontrol_launch_dependents();
+            }
         }
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
+        griddepcontrol_wait();
         consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }

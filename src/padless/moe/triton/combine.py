@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.kernels import ahead
 from padless.moe.triton import arithmetic
 from padless.quantization.triton import casts
-from padless.quantization.triton.launches import launch
+from padless.quantization.triton.launches import begin, launch, programmatic
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LANES = 256  # partial sums of a dot product
@@ -41,6 +42,7 @@ def combine(
         OUT=DTYPES[out.dtype],
         TOP_K=top_k,
         BLOCK=width,
+        **programmatic(y.device, early=ahead.current() is not None),
         num_warps=max(width // 256, 1),
         enable_fp_fusion=False,
     )
@@ -90,7 +92,9 @@ def _combine(
     OUT: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    begin(PROGRAMMATIC)
     chunks = tl.cdiv(N, BLOCK)
     pid = tl.program_id(0)
     token = (pid // chunks).to(tl.int64)

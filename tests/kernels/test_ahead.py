@@ -1,0 +1,218 @@
+"""Products that find their groups and fetch weights while the launch ahead still runs.
+
+What would convince: with ends of groups, or the experts' ids, said to be ready the bits are those without, for tables
+that one warp sorts and large ones, sorted and flat; for more workers than tiles, rings longer and shorter than K, groups
+without rows, ids of no group, rows past the last group. The emulator, which reports every access to what is not ready
+ahead of the wait, reports none on any seed, and every planted bug is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from padless.emulator import KINDS
+from padless.emulator.fake_driver import EmulatedDriver
+from padless.epilogue import Epilogue, EpilogueTensors
+from padless.formats import FP8_BLOCK
+from padless.kernels import ahead
+from padless.kernels.sm90_fp8 import host, host_quant
+from padless.kernels.sm90_fp8.config import Sm90Fp8Config
+from padless.ops.epilogue_run import with_outputs
+from support.emulator_cases import Case, make_case
+from support.emulator_variants import Edit, Variant
+
+DRIVER = EmulatedDriver()
+FEW = Sm90Fp8Config(block_m=16, block_n=128, num_stages=3, few_rows=True)
+WIDE = replace(FEW, block_n=256)
+ROWS = Sm90Fp8Config(block_m=64, block_n=128, num_stages=3)
+SWIGLU = Epilogue(
+    row_format=FP8_BLOCK, row_layout="plain_mn", activation="swiglu", gate_up="concatenated", gate_in_bf16=True
+)
+FLAT = tuple((3, 0, 1, 7)[g % 4] for g in range(40))  # more groups than one warp sorts, none of many rows
+SORTED = (*FLAT[:-1], 90)
+GROUPS = {"few": (5, 0, 39, 1), "flat": FLAT, "sorted": SORTED}
+PAST = 3  # rows of no group
+SLOW = pytest.mark.slow
+
+
+def ids_of(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """(M, 1): every group's number as often as it has rows, and numbers of no group, in some order."""
+    strays = torch.tensor([-1, len(sizes), 2**31 - 1 if dtype == torch.int32 else 2**40])
+    ids = torch.cat([torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), strays])
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))][:, None].to(dtype)
+
+
+def readiness(sizes: tuple[int, ...]) -> list[ahead.Ready]:
+    return [ahead.Ready(), *(ahead.Ready(ids_of(sizes, dtype)) for dtype in (torch.int32, torch.int64))]
+
+
+def case_of(sizes: tuple[int, ...], n: int, k: int) -> Case:
+    case = make_case((*sizes, PAST), n, k, "mn")
+    return replace(case, b=type(case.b)(case.b.data[:-1], case.b.scale[:-1], case.b.format), offs=case.offs[:-1])
+
+
+def product(case: Case, config: Sm90Fp8Config, what: ahead.Ready | None) -> torch.Tensor:
+    out = torch.full((case.rows, case.reference.shape[1]), float("nan"), dtype=torch.bfloat16)
+    with ahead.ready(what):
+        host.prepare(DRIVER, case.a, case.b, case.offs, out, config).launch(0)
+    return out.view(torch.int16)
+
+
+def swiglu(case: Case, config: Sm90Fp8Config, what: ahead.Ready | None) -> list[torch.Tensor]:
+    groups, n, _ = case.b.data.shape
+    tensors = with_outputs(SWIGLU, EpilogueTensors(), case.rows, n, groups, torch.device("cpu"))
+    assert tensors.row_codes is not None
+    assert tensors.row_scale is not None
+    tensors.row_codes.view(torch.uint8).fill_(0x7F)
+    tensors.row_scale.fill_(float("nan"))
+    with ahead.ready(what):
+        host_quant.prepare(DRIVER, case.a, case.b, case.offs, tensors, config, epilogue=SWIGLU).launch(0)
+    return [tensors.row_codes.view(torch.uint8), tensors.row_scale.view(torch.int32)]
+
+
+# --- bits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sms", [2, pytest.param(33, marks=SLOW)])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_bits_do_not_depend_on_what_is_ready(groups: str, num_sms: int) -> None:
+    sizes = GROUPS[groups]
+    for k in (256, 672):  # a ring has three K blocks
+        case = case_of(sizes, 200, k)
+        with DRIVER.configured(num_sms=num_sms, seed=k):
+            for config in (FEW, ROWS):
+                plain = product(case, config, None)
+                assert bool(
+                    (plain[:-PAST] != torch.tensor(float("nan"), dtype=torch.bfloat16).view(torch.int16)).any(1).all()
+                )
+                for what in readiness(sizes)[: None if config is FEW else 1]:
+                    assert torch.equal(product(case, config, what), plain), (k, config, what)
+
+
+@pytest.mark.parametrize("groups", [g if g == "flat" else pytest.param(g, marks=SLOW) for g in GROUPS])
+def test_quantized_bits_do_not_depend_on_what_is_ready(groups: str) -> None:
+    sizes = GROUPS[groups]
+    case = case_of(sizes, 384, 640)
+    with DRIVER.configured(num_sms=3):
+        plain = swiglu(case, WIDE, None)
+        for what in readiness(sizes):
+            for got, wanted in zip(swiglu(case, WIDE, what), plain, strict=True):
+                assert torch.equal(got, wanted), what
+
+
+def test_what_a_kernel_cannot_use() -> None:
+    """Clusters wait for everything; ids are for tokens on columns, one for each row, and lie side by side."""
+    ids = ids_of(GROUPS["few"], torch.int64)
+    offs, m = torch.zeros(4, dtype=torch.int32), len(ids)
+    assert host.usable(None, offs, m, FEW) is None
+    assert host.usable(ahead.Ready(), None, m, FEW) is None
+    for what, tile, is_usable in (
+        (ahead.Ready(), FEW, True),
+        (ahead.Ready(), ROWS, True),
+        (ahead.Ready(), replace(ROWS, block_m=128, cluster_n=2), False),
+        (ahead.Ready(), replace(ROWS, scales="k", scale_window_k_blocks=8), False),
+        (ahead.Ready(ids), FEW, True),
+        (ahead.Ready(ids), ROWS, False),
+        (ahead.Ready(ids[:-1]), FEW, False),
+        (ahead.Ready(ids.expand(-1, 2)[:, :1].expand(-1, 2)[::2]), FEW, False),
+    ):
+        assert (host.usable(what, offs, m, tile) is what) == is_usable, (what, tile)
+
+
+def test_a_block_ends_with_what_was_before() -> None:
+    with ahead.ready(ahead.Ready()):
+        with pytest.raises(KeyError), ahead.ready(None):
+            raise KeyError
+        assert ahead.current() == ahead.current() is not None
+        assert ahead.facts() == ()
+    assert ahead.current() is ahead.facts() is None
+
+
+# --- order -----------------------------------------------------------------------------------------------
+
+
+MAIN, LOAD = "sm90_fp8_few/sm90_fp8_few_grouped_gemm.cu", "sm90_fp8_few/load.cuh"
+ROWS_MAIN, ROWS_LOAD = "sm90_fp8/sm90_fp8_grouped_gemm.cu", "sm90_fp8/load.cuh"
+AHEAD = "device/ahead.cuh"
+WAIT = "griddepcontrol_wait();"
+EARLY = ("grid-dependency",)
+RING = ("race", "mbarrier", "deadlock", "exit")
+
+
+@dataclass(frozen=True)
+class Bug:
+    """An edit; kinds: reports of which one must appear, none where the output alone tells."""
+
+    name: str
+    kinds: tuple[str, ...]
+    edit: Edit
+    nth: int = 0
+    config: Sm90Fp8Config = FEW
+    ids: bool = False
+    groups: str = "flat"
+    num_sms: int = 2
+
+
+BUGS = (
+    Bug("tokens ahead of the wait", EARLY, (LOAD, WAIT, "")),
+    Bug("the scheduler draws ahead of the wait", EARLY, (MAIN, WAIT + " schedule", "schedule")),
+    Bug("consumers do not wait", EARLY, (MAIN, WAIT + " consume", "consume")),
+    Bug("ends are read where ids are ready", EARLY, (AHEAD, "ahead.ids != nullptr", "false"), ids=True),
+    Bug("ends of few are read where ids are ready", EARLY, (MAIN, "are_few && ids != nullptr", "false"), ids=True,
+        groups="few"),
+    Bug("a ring that is full begins in its old phase", RING, (LOAD, "ahead == STAGES};", "false};")),
+    Bug("the blocks ahead are loaded again", RING, (LOAD, "int kb = ahead;", "int kb = 0;")),
+    Bug("later tiles begin behind the blocks ahead", RING, (LOAD, "ahead = 0; reader", "reader")),
+    Bug("an id of no group is counted", ("out-of-bounds",), (AHEAD, "id < num_groups)", "true)"), ids=True),
+    Bug("counts are not summed up over chunks", (), (AHEAD, "chunks > 1", "false"), ids=True),
+    Bug("counts are not cleared", (), (AHEAD, "ends[g] = 0;", ";"), ids=True),
+    Bug("rows ahead of the wait", EARLY, (ROWS_LOAD, WAIT, ""), config=ROWS),
+    Bug("the scheduler of rows draws ahead of the wait", EARLY, (ROWS_MAIN, WAIT + " schedule", "schedule"),
+        config=ROWS),
+    Bug("consumers of rows do not wait", EARLY, (ROWS_MAIN, WAIT + " consume", "consume"), config=ROWS),
+)  # fmt: skip
+
+
+def result_of(driver: EmulatedDriver, groups: str, config: Sm90Fp8Config, ids: bool) -> tuple[bool, Any]:
+    """(whether all rows are right and no others written, what the launch reported)."""
+    sizes = GROUPS[groups]
+    case = case_of(sizes, 200, 560)
+    out = torch.full((case.rows, 200), float("nan"), dtype=torch.bfloat16)
+    with ahead.ready(ahead.Ready(ids_of(sizes, torch.int64) if ids else None)):
+        host.prepare(driver, case.a, case.b, case.offs, out, config).launch(0)
+    rows = case.rows - PAST
+    close = (out[:rows].double() - case.reference[:rows]).abs() <= 0.01 * case.magnitude[:rows]
+    return bool(close.all()) and bool(out[rows:].isnan().all()), driver.last_result
+
+
+@pytest.mark.parametrize(("config", "ids"), [(FEW, False), (FEW, True), (ROWS, False)], ids=["few", "few, ids", "rows"])
+def test_unmodified_kernels_give_no_report(config: Sm90Fp8Config, ids: bool) -> None:
+    for groups in GROUPS:
+        for seed in range(2):
+            with DRIVER.configured(seed=seed, raise_on_reports=False, num_sms=1 + seed, arithmetic="fast"):
+                right, result = result_of(DRIVER, groups, config, ids)
+            assert not result.reports, "\n".join(map(str, result.reports))
+            assert right, (groups, seed)
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [bug if i % 3 == 0 else pytest.param(bug, marks=SLOW) for i, bug in enumerate(BUGS)],
+    ids=lambda bug: bug.name,
+)
+def test_planted_bug_is_found(bug: Bug) -> None:
+    driver = Variant("sm_90a", bug.config.source, (bug.edit,), bug.config, bug.nth)
+    kinds: set[str] = set()
+    for seed in range(4):
+        with driver.configured(seed=seed, raise_on_reports=False, num_sms=bug.num_sms, arithmetic="fast"):
+            right, result = result_of(driver, bug.groups, bug.config, bug.ids)
+        kinds |= {report.kind for report in result.reports}
+        if kinds & set(bug.kinds) or (not bug.kinds and not right):
+            break
+    else:
+        pytest.fail(f"not found; reports seen: {sorted(kinds) or 'none'}")
+    assert set(bug.kinds) <= set(KINDS)
