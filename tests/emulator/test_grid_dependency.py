@@ -327,3 +327,31 @@ def test_the_launch_description_may_say_so(tmp_path: Path, value: Any, code: int
     else:
         assert result.exit_code == code
         assert says in result.output
+
+
+# ---- what is ready before the wait
+READ = r"""
+extern "C" __global__ void k(const unsigned* x, unsigned* y) {
+    unsigned v;
+    asm volatile("LOAD %0, [%1];" : "=r"(v) : "l"(x + threadIdx.x) : "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    y[threadIdx.x] = v;
+}"""
+WEAK, STRONG = "ld.global.u32", "ld.relaxed.gpu.global.u32"
+
+
+@pytest.mark.parametrize(
+    ("load", "is_ready", "is_right"),
+    [(WEAK, False, False), (STRONG, False, False), (WEAK, True, False), (STRONG, True, True)],
+)
+def test_what_is_ready_is_read_past_l1(load: str, is_ready: bool, is_right: bool) -> None:
+    """A line of an earlier launch may be left in L1, where a weak load finds it."""
+    driver = EmulatedDriver()
+    kernel = CompiledKernel(compile_cuda(READ.replace("LOAD", load)).encode(), "ptx", "k", 0, 32, 1, 0, 0, 0, "")
+    x, y = torch.arange(32, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    shape = LaunchShape(1, 32, 1, programmatic=True, ready=(x.data_ptr(),) if is_ready else ())
+    arguments = [(t.data_ptr(), 8) for t in (x, y)]
+    with driver.configured(raise_on_reports=False):
+        driver.prepare(driver.load(kernel, 0), kernel, shape, arguments, [x, y])()
+    assert {r.kind for r in driver.last_result.reports} == (set() if is_right else {KIND})
+    assert torch.equal(x, y)

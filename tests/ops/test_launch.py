@@ -128,7 +128,7 @@ def test_the_arguments_are_the_kernels_parameters(
     numbers = [argument[0] for argument in launch.arguments if not isinstance(argument, bytes)]
     assert numbers[:2] == [b.scale.data_ptr(), offs.data_ptr()]
     assert numbers[2:6] == [300, 136, 400, 3]
-    assert numbers[7:] == [b.data.data_ptr(), 400, 136 * 400]
+    assert numbers[7:] == [0, b.data.data_ptr(), 400, 136 * 400]  # 0: nothing is ready ahead
 
     # Every tensor map is of the operand it should be, and in the argument where the kernel looks for it.
     encoded = [argument for argument in launch.arguments if isinstance(argument, bytes)]
@@ -227,7 +227,7 @@ def test_a_config_that_does_not_fit_in_shared_memory_is_refused(device: Recordin
 
 
 def counter_of(launch: Launch) -> int:
-    value = launch.arguments[-4]  # after it: where the weights are
+    value = launch.arguments[-5]  # after it: what is ready, and where the weights are
     assert not isinstance(value, bytes)
     return value[0]
 

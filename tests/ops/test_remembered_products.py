@@ -445,7 +445,7 @@ def test_operands_that_changed_since_they_were_missed_are_not_confused(device: D
     """A launch is kept for what was read of the operands before it was packed."""
     a, b, offs = operands()
     out = empty_out()
-    facts = remembered.facts_of(("grouped_gemm",), a, b, offs)
+    facts = remembered.facts_of(("grouped_gemm", None), a, b, offs)
     other, _, _ = operands(seed=1)
     assert facts is not None
     remembered.remember(facts, {remembered.facts_of((None,), out): lambda stream: None})

@@ -282,7 +282,7 @@ class Remembered:
 
 def remembered(a: BlockScaledTensor, offs: torch.Tensor) -> Remembered:
     made = Remembered(a, offs)
-    facts = memory.facts_of(("grouped_gemm",), *made.arguments, offs=made.arguments[2])
+    facts = memory.facts_of(("grouped_gemm", None), *made.arguments, offs=made.arguments[2])
     assert facts is not None
     memory.remember(facts, {memory.facts_of((None,), made.out): made.launch})
     return made

@@ -135,8 +135,9 @@ def test_a_layers_passes_are_found_and_launched_as_by_triton(nothing_known: pyte
             theirs.append(kernel[(programs,)](*arguments, **options).asm["cubin"])
     assert len(calls) == len(theirs) == 7
     assert [replace(one, kernel=0) for one in ours] == [replace(one, kernel=0) for one in gpu.launched]
-    assert len(found) == 6  # the weighted sum is one kernel for both
-    assert found == list(dict.fromkeys(theirs))
+    # The weighted sum of few tokens begins early: one image, loaded for both.
+    assert (len(found), len(set(found))) == (7, 6)
+    assert list(dict.fromkeys(found)) == list(dict.fromkeys(theirs))
 
 
 @pytest.mark.parametrize("gpu", [Gpu("sm_90a", 132), Gpu("sm_100a", 148)], ids=str)

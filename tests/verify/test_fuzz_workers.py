@@ -187,6 +187,10 @@ def hashable(options: dict[str, Any]) -> dict[str, Any]:
         (["--problems", "0"], "problems is 0; it must be 1 or more"),
         (["--workers", "0"], "workers is 0; it must be 1 or more"),
         (["--call", "gem"], "call is 'gem'; allowed: grouped_gemm"),
+        (
+            ["--backend", "emulator", "--call", "nn.LoraExperts"],
+            "which backend 'emulator' does not run; allowed: grouped_gemm",
+        ),
         (["--repeat", "gemm"], "problem is 'gemm'"),
         (["--repeat", "gem(a=1)"], "problem is of 'gem'"),
         (["--backend", "cpu"], "backend is 'cpu'"),

@@ -18,8 +18,11 @@ from padless.emulator.state.warp import Warp
 from padless.emulator.units.number_formats import Array
 
 
-def check_grids(w: Warp, lanes: Any, instruction: Instruction, where: Array | None = None) -> None:
-    """In a programmatic launch: lanes access global memory, at the addresses `where`; what is ready can be read."""
+def check_grids(
+    w: Warp, lanes: Any, instruction: Instruction, where: Array | None = None, through_l1: bool = False
+) -> None:
+    """In a programmatic launch: lanes access global memory, at the addresses `where`. What is ready can be read past L1,
+    where a line of an earlier launch may be left."""
     grids = w.cta.cluster.grids
     if grids is None:
         return
@@ -29,7 +32,10 @@ def check_grids(w: Warp, lanes: Any, instruction: Instruction, where: Array | No
         return
     if where is not None:
         find = w.launch.memory.find
-        early[early] = [not ((found := find(x)) and found.ready) for x in where[early].tolist()]
+        early[early] = [
+            not ((found := find(x)) and (found.constant or (found.ready and not through_l1)))
+            for x in where[early].tolist()
+        ]
     if early.any():
         Site(w, instruction, int(lanes[np.argmax(early)])).report(KIND, EARLY)
 
@@ -120,7 +126,7 @@ def report_conflict(
 def global_pieces(a: Any, w: Warp, lanes: Array, where: Array) -> Iterator[tuple[Any, Array, Array]]:
     """A MemoryAccess by the allocations that it touches: view, element indices, lanes. It is checked and ordered; lanes
     out of bounds are reported and left out."""
-    check_grids(w, lanes, a.instruction, where)
+    check_grids(w, lanes, a.instruction, where, not a.strong)
     memory = w.launch.memory
 
     def outside(at: int) -> None:

@@ -8,12 +8,14 @@
 // programs, which would lie next to the CTAs and slow them: when all loads have been issued.
 constexpr bool RELEASES_LATE = !EPILOGUE_IS_QUANT;
 
+// What is read ahead is read past L1: before the wait a line of an earlier launch may still be there.
+
 struct IdsAhead {
-    const void* ids;  // [M] int32 or int64, those that are no group's among them; null: offs are ready
+    const uint32_t* ids;  // [M] int32 or int64, those that are no group's among them; null: offs are ready
     int id_bytes;
 };
 
-// Where group g ends, past L1, in which another launch's may be.
+// Where group g ends.
 __device__ __forceinline__ int load_end_ahead(const int* offs, int m, int g) {
     return offs == nullptr ? m
                            : static_cast<int>(ld_relaxed_gpu(reinterpret_cast<const uint32_t*>(offs) + g));
@@ -30,9 +32,9 @@ __device__ __forceinline__ void count_ids(int* ends, uint32_t* of_chunk, const I
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < m; i += NUM_THREADS) {
-        const long long id = ahead.id_bytes == 8 ? static_cast<const long long*>(ahead.ids)[i]
-                                                 : static_cast<const int*>(ahead.ids)[i];
-        if (id >= 0 && id < num_groups) atomicAdd(&ends[id], 1);
+        const uint32_t* const word = ahead.ids + i * (ahead.id_bytes / 4);
+        const uint32_t id = ld_relaxed_gpu(word), high = ahead.id_bytes == 8 ? ld_relaxed_gpu(word + 1) : 0;
+        if (id < num_groups && high == 0) atomicAdd(&ends[id], 1);
     }
     __syncthreads();
 #pragma unroll 1

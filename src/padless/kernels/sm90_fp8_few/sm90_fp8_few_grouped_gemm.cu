@@ -92,7 +92,7 @@ __forceinline__ void consume_tiles(SharedStorage& shared, const Problem& problem
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_few_grouped_gemm(
     const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ StoreMaps store_maps, const float* sfb,
-    const int* offs, int m, int n, int k, int num_groups, int counter, int is_ready, const void* ids,
+    const int* offs, int m, int n, int k, int num_groups, int counter, int is_ready, const uint32_t* ids,
     int id_bytes) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);

@@ -123,8 +123,9 @@ def _check(
     states: bool,
 ) -> None:
     from padless.runtime.devices import NAMES, backends
+    from padless.verify.fuzz.place import place_of
     from padless.verify.fuzz.states.subjects import STATES
-    from padless.verify.fuzz.subjects import SUBJECTS
+    from padless.verify.fuzz.subjects import SUBJECTS, subjects_of
 
     subjects = STATES if states else SUBJECTS
     if minutes is not None and not minutes > 0:
@@ -141,6 +142,10 @@ def _check(
         raise ValueError(f"backend is {backend!r}; sequences of operations run on 'cuda' and 'reference'")
     if not (found := backends()[backend]).available:
         raise ValueError(f"backend {backend!r} is not available here: {found.reason}")
+    here = subjects_of(backend, place_of(backend).arch, states)
+    for call in calls or ():
+        if call not in here:
+            raise ValueError(f"call is {call!r}, which backend {backend!r} does not run; allowed: {', '.join(here)}")
 
 
 def _repeat(problem: Problem, backend: BackendName, gpu: int, show: Callable[[str], None]) -> int:
