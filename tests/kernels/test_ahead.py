@@ -32,7 +32,7 @@ ROWS = Sm90Fp8Config(block_m=64, block_n=128, num_stages=3)
 SWIGLU = Epilogue(
     row_format=FP8_BLOCK, row_layout="plain_mn", activation="swiglu", gate_up="concatenated", gate_in_bf16=True
 )
-FLAT = tuple((3, 0, 1, 7)[g % 4] for g in range(40))  # more groups than one warp sorts, none of many rows
+FLAT = tuple((3, 0, 1, 7)[g % 4] for g in range(34))  # more groups than one warp sorts, none of many rows
 SORTED = (*FLAT[:-1], 90)
 GROUPS = {"few": (5, 0, 39, 1), "flat": FLAT, "sorted": SORTED}
 PAST = 3  # rows of no group
@@ -81,23 +81,21 @@ def swiglu(case: Case, config: Sm90Fp8Config, what: ahead.Ready | None) -> list[
 @pytest.mark.parametrize("groups", GROUPS)
 def test_bits_do_not_depend_on_what_is_ready(groups: str, num_sms: int) -> None:
     sizes = GROUPS[groups]
-    for k in (256, 672):  # a ring has three K blocks
-        case = case_of(sizes, 200, k)
-        with DRIVER.configured(num_sms=num_sms, seed=k):
+    for k in (256, 400) if groups == "few" else (400,):  # two K blocks and four, where a ring has three
+        case = case_of(sizes, 136, k)
+        with DRIVER.configured(num_sms=num_sms, seed=k, arithmetic="fast"):
             for config in (FEW, ROWS):
                 plain = product(case, config, None)
-                assert bool(
-                    (plain[:-PAST] != torch.tensor(float("nan"), dtype=torch.bfloat16).view(torch.int16)).any(1).all()
-                )
-                for what in readiness(sizes)[: None if config is FEW else 1]:
+                assert bool(plain[:-PAST].view(torch.bfloat16).isfinite().all())
+                for what in readiness(sizes) if config is FEW else [ahead.Ready()]:
                     assert torch.equal(product(case, config, what), plain), (k, config, what)
 
 
 @pytest.mark.parametrize("groups", [g if g == "flat" else pytest.param(g, marks=SLOW) for g in GROUPS])
 def test_quantized_bits_do_not_depend_on_what_is_ready(groups: str) -> None:
     sizes = GROUPS[groups]
-    case = case_of(sizes, 384, 640)
-    with DRIVER.configured(num_sms=3):
+    case = case_of(sizes, 256, 400)
+    with DRIVER.configured(num_sms=3, arithmetic="fast"):
         plain = swiglu(case, WIDE, None)
         for what in readiness(sizes):
             for got, wanted in zip(swiglu(case, WIDE, what), plain, strict=True):
@@ -183,8 +181,8 @@ BUGS = (
 def result_of(driver: EmulatedDriver, groups: str, config: Sm90Fp8Config, ids: bool) -> tuple[bool, Any]:
     """(whether all rows are right and no others written, what the launch reported)."""
     sizes = GROUPS[groups]
-    case = case_of(sizes, 200, 560)
-    out = torch.full((case.rows, 200), float("nan"), dtype=torch.bfloat16)
+    case = case_of(sizes, 136, 400)
+    out = torch.full((case.rows, 136), float("nan"), dtype=torch.bfloat16)
     with ahead.ready(ahead.Ready(ids_of(sizes, torch.int64) if ids else None)):
         host.prepare(driver, case.a, case.b, case.offs, out, config).launch(0)
     rows = case.rows - PAST
