@@ -19,7 +19,7 @@ import torch
 
 import padless
 from padless.formats import FP8_BLOCK, BlockScaledTensor
-from padless.kernels import remembered
+from padless.kernels import ahead, remembered
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.layouts import to_mn_major
 from padless.runtime import driver
@@ -451,6 +451,19 @@ def test_operands_that_changed_since_they_were_missed_are_not_confused(device: D
     remembered.remember(facts, {remembered.facts_of((None,), out): lambda stream: None})
     padless.grouped_gemm(other, b, offs, out=out)
     assert device.prepared == 1, "other activations are packed for"
+
+
+def test_a_launch_that_reads_ahead_is_not_taken_for_one_that_waits(device: Device) -> None:
+    """Nor one that reads other ids ahead, for the same operands and output."""
+    a, b, offs = operands()
+    out = empty_out()
+    ids, others = (torch.zeros(M, 1, dtype=torch.int64) for _ in range(2))
+    states = (None, ahead.Ready(), ahead.Ready(ids), ahead.Ready(others), ahead.Ready(ids.to(torch.int32)))
+    for _ in range(2):
+        for what in states:
+            with ahead.ready(what):
+                padless.grouped_gemm(a, b, offs, out=out)
+        assert device.prepared == len(states)
 
 
 def test_an_output_in_the_memory_of_known_operands_is_refused_each_time(device: Device) -> None:

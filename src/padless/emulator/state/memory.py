@@ -23,8 +23,8 @@ class Allocation:
         self.size = data.size
         self.end = address + data.size
         self.name = name
-        self.constant = self.ready = constant
-        self.followed = False
+        self.constant = constant
+        self.ready = self.followed = False
         self.views: dict[Any, Array] = {}
 
     def view(self, kind: Any) -> Array:
