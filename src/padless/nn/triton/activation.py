@@ -21,7 +21,6 @@ ARRANGEMENTS = {"concatenated": 0, "interleaved": 1, "alternating": 2}
 _GELU_SLOPE = tl.constexpr(GELU_SLOPE)
 _GELU_CUBIC = tl.constexpr(GELU_CUBIC)
 _GELU_CUBIC_3 = tl.constexpr(3.0 * GELU_CUBIC)
-_RUN = tl.constexpr(32)
 
 
 def activation_gradient(dout: torch.Tensor, h: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -86,21 +85,16 @@ def _activation_gradient(
             dx = d * slope
         tl.store(out_ptr + place, arithmetic.rounded(dx, OUT), mask=inside)
     else:
-        if ARRANGEMENT == 0:
-            of_gate = column
-            to_up = I
-        else:
-            of_gate = column // _RUN * (2 * _RUN) + column % _RUN
-            to_up = _RUN
+        of_gate, of_up = arithmetic.gate_up_columns(column, I, ARRANGEMENT)
         if ARRANGEMENT == 2:  # pairs are read and written together
             wide = (tl.program_id(0) % chunks * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS))[None, :]
             in_wide = (row < M) & (wide < 2 * I)
             both = casts.to_float32(tl.load(h_ptr + row * (2 * I) + wide, mask=in_wide, other=0.0))
             gate, up = tl.split(tl.reshape(both, (ROWS, COLUMNS, 2)))
         else:
-            place = row * (2 * I) + of_gate
-            gate = casts.to_float32(tl.load(h_ptr + place, mask=inside, other=0.0))
-            up = casts.to_float32(tl.load(h_ptr + place + to_up, mask=inside, other=0.0))
+            row_start = row * (2 * I)
+            gate = casts.to_float32(tl.load(h_ptr + row_start + of_gate, mask=inside, other=0.0))
+            up = casts.to_float32(tl.load(h_ptr + row_start + of_up, mask=inside, other=0.0))
         open_gate = 1.0
         open_up = 1.0
         if HAS_LIMIT:
@@ -115,5 +109,5 @@ def _activation_gradient(
             pairs = tl.reshape(tl.join(d_gate, d_up), (ROWS, 2 * COLUMNS))
             tl.store(out_ptr + row * (2 * I) + wide, arithmetic.rounded(pairs, OUT), mask=in_wide)
         else:
-            tl.store(out_ptr + place, arithmetic.rounded(d_gate, OUT), mask=inside)
-            tl.store(out_ptr + place + to_up, arithmetic.rounded(d_up, OUT), mask=inside)
+            tl.store(out_ptr + row_start + of_gate, arithmetic.rounded(d_gate, OUT), mask=inside)
+            tl.store(out_ptr + row_start + of_up, arithmetic.rounded(d_up, OUT), mask=inside)
