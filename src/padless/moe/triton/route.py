@@ -149,7 +149,7 @@ def sort_few(
     stored = (lane < TOP_K) & writes
     tl.store(tokens_ptr + rows, token, mask=stored)
     tl.store(inverse_ptr + my_slot, tl.where(mine == num_experts, -1 - rows, rows), mask=stored)
-    EXPERTS: tl.constexpr = 1 if SLOTS >= 512 else 512 // SLOTS
+    EXPERTS: tl.constexpr = 1 if SLOTS >= 2048 else 2048 // SLOTS  # most calls need no second turn
     for first in range(tl.program_id(0) * EXPERTS, num_experts, tl.num_programs(0) * EXPERTS):
         expert = first + tl.arange(0, EXPERTS)
         ends = tl.sum((ids[None, :] <= expert[:, None]).to(tl.int32), axis=1)
