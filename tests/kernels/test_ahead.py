@@ -22,6 +22,7 @@ from padless.kernels import ahead
 from padless.kernels.sm90_fp8 import host, host_quant
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.epilogue_run import with_outputs
+from support.ahead_cases import GROUPS, PAST, ids_of, readiness
 from support.emulator_cases import Case, make_case
 from support.emulator_variants import Edit, Variant
 
@@ -32,22 +33,7 @@ ROWS = Sm90Fp8Config(block_m=64, block_n=128, num_stages=3)
 SWIGLU = Epilogue(
     row_format=FP8_BLOCK, row_layout="plain_mn", activation="swiglu", gate_up="concatenated", gate_in_bf16=True
 )
-FLAT = tuple((3, 0, 1, 7)[g % 4] for g in range(34))  # more groups than one warp sorts, none of many rows
-SORTED = (*FLAT[:-1], 90)
-GROUPS = {"few": (5, 0, 39, 1), "flat": FLAT, "sorted": SORTED}
-PAST = 3  # rows of no group
 SLOW = pytest.mark.slow
-
-
-def ids_of(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """(M, 1): every group's number as often as it has rows, and numbers of no group, in some order."""
-    strays = torch.tensor([-1, len(sizes), 2**31 - 1 if dtype == torch.int32 else 2**40])
-    ids = torch.cat([torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), strays])
-    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))][:, None].to(dtype)
-
-
-def readiness(sizes: tuple[int, ...]) -> list[ahead.Ready]:
-    return [ahead.Ready(), *(ahead.Ready(ids_of(sizes, dtype)) for dtype in (torch.int32, torch.int64))]
 
 
 def case_of(sizes: tuple[int, ...], n: int, k: int) -> Case:
@@ -104,21 +90,26 @@ def test_quantized_bits_do_not_depend_on_what_is_ready(groups: str) -> None:
 
 def test_what_a_kernel_cannot_use() -> None:
     """Clusters wait for everything; ids are for tokens on columns, one for each row, and lie side by side."""
-    ids = ids_of(GROUPS["few"], torch.int64)
+    ids, weights = ids_of(GROUPS["few"], torch.int64), torch.zeros(1)
     offs, m = torch.zeros(4, dtype=torch.int32), len(ids)
-    assert host.usable(None, offs, m, FEW) is None
-    assert host.usable(ahead.Ready(), None, m, FEW) is None
-    for what, tile, is_usable in (
-        (ahead.Ready(), FEW, True),
-        (ahead.Ready(), ROWS, True),
-        (ahead.Ready(), replace(ROWS, block_m=128, cluster_n=2), False),
-        (ahead.Ready(), replace(ROWS, scales="k", scale_window_k_blocks=8), False),
-        (ahead.Ready(ids), FEW, True),
-        (ahead.Ready(ids), ROWS, False),
-        (ahead.Ready(ids[:-1]), FEW, False),
-        (ahead.Ready(ids.expand(-1, 2)[:, :1].expand(-1, 2)[::2]), FEW, False),
+    for what, ends, tile, is_usable in (
+        (None, offs, FEW, False),
+        (ahead.Ready(), None, FEW, False),
+        (ahead.Ready(), offs, FEW, True),
+        (ahead.Ready(), offs, ROWS, True),
+        (ahead.Ready(), offs, replace(ROWS, block_m=128, cluster_n=2), False),
+        (ahead.Ready(), offs, replace(ROWS, scales="k", scale_window_k_blocks=8), False),
+        (ahead.Ready(ids), offs, FEW, True),
+        (ahead.Ready(ids), offs, ROWS, False),
+        (ahead.Ready(ids[:-1]), offs, FEW, False),
+        (ahead.Ready(ids.expand(-1, 2)[:, :1].expand(-1, 2)[::2]), offs, FEW, False),
     ):
-        assert (host.usable(what, offs, m, tile) is what) == is_usable, (what, tile)
+        with ahead.ready(what):
+            use = host.usable(weights, ends, m, tile)
+        assert use.is_ready == is_usable, (what, tile)
+        read = () if what is None or not is_usable else (weights, offs if what.ids is None else ids)
+        assert use.addresses() == tuple(t.data_ptr() for t in read)
+        assert use.arguments()[0] == (int(is_usable), 4)
 
 
 def test_a_block_ends_with_what_was_before() -> None:

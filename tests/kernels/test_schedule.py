@@ -260,10 +260,35 @@ def test_many_groups(device: Device, sizes: list[int]) -> None:
     assert cleaned.groups == [group for group, _, _ in walk_of_groups(wrong, sum(sizes), 64)]
 
     expected = [*twin(offs, sum(sizes), 400, (64, 192, 3)), None]
-    if not table.is_sorted:
-        for worker in {0, 1, len(expected) // 2, len(expected) - 2, len(expected) - 1, len(expected)} - {-1}:
+    for worker in {0, 1, len(expected) // 2, len(expected) - 2, len(expected) - 1, len(expected)} - {-1}:
+        if not table.is_sorted:
             got = device.first_tile(offs, sum(sizes), 400, (64, 192, 3), worker)
             assert got == expected[min(worker, len(expected) - 1)]
+        assert device.searched_tile(wrong, sum(sizes), 400, (64, 192, 3), worker) == (False, None)
+        searched = device.searched_tile(offs, sum(sizes), 400, (64, 192, 3), worker)
+        wanted = None if table.is_sorted else expected[min(worker, len(expected) - 1)]
+        assert searched == (not table.is_sorted, wanted)
+
+
+@given(
+    sizes=st.lists(st.sampled_from((0, 0, 0, 1, 3, 64, 65)), min_size=33, max_size=300),
+    wrong=st.one_of(st.none(), st.tuples(st.integers(0, 299), INT32)),
+    past=st.integers(-2, 5),
+    n=st.integers(1, 700),
+    data=st.data(),
+)
+def test_the_first_tile_is_found_without_a_table(
+    device: Device, sizes: list[int], wrong: tuple[int, int] | None, past: int, n: int, data: st.DataObject
+) -> None:
+    """Where the table is flat, and nowhere else, whatever offs hold."""
+    offs, m = ends_of(tuple(sizes)), max(sum(sizes) + past, 0)
+    if wrong is not None:
+        offs[wrong[0] % len(offs)] = wrong[1]
+    expected = [*twin(offs, m, n, (64, 128, 8)), None]
+    worker = data.draw(st.integers(0, len(expected)))
+    is_flat = not device.table(offs, m, 64).is_sorted
+    wanted = expected[min(worker, len(expected) - 1)] if is_flat else None
+    assert device.searched_tile(offs, m, n, (64, 128, 8), worker) == (is_flat, wanted)
 
 
 @pytest.mark.parametrize("block_m", BLOCKS_M)
@@ -317,7 +342,26 @@ PLANTED_IN_THE_FIRST_TILE = {
         "static_cast<int>(tiles_of(rows))",
     ),
     "wrong_offs_believed": ("device/group_table.cuh", "&& end <= m)", ")"),
-    "no_end": ("device/tile_queue.cuh", "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};", ""),
+    "no_end": (
+        "device/tile_queue.cuh",
+        "if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};\n    __syncwarp();\n    int number",
+        "int number",
+    ),
+}
+PLANTED_IN_THE_SEARCH = {
+    "tall": ("device/tile_queue.cuh", "rows >= 0 && rows <= flat_rows(BLOCK_M)", "rows >= 0"),
+    "descending": ("device/tile_queue.cuh", "rows >= 0 && rows <= flat_rows(BLOCK_M)", "rows <= flat_rows(BLOCK_M)"),
+    "past_m": ("device/tile_queue.cuh", "(rows == 0 || of_group[i] <= m)", "true"),
+    "start_of_four": ("device/tile_queue.cuh", "start = i == 0 ? last : of_group[i - 1]", "start = last"),
+    "start_of_pass": ("device/tile_queue.cuh", "if (lane == 0) last = before;", "if (lane == 0) last = 0;"),
+    "counted_in_pass": ("device/tile_queue.cuh", "int earlier = active;", "int earlier = 0;"),
+    "counts_itself": (
+        "device/tile_queue.cuh",
+        "with_rows[i] & ((1u << lane) - 1)",
+        "with_rows[i] & ((2u << lane) - 1)",
+    ),
+    "past_the_last": ("device/tile_queue.cuh", "first + i < num_groups ?", "true ?"),
+    "column": ("device/tile_queue.cuh", "worker - wanted * n_tiles", "worker"),
 }
 PLANTED_IN_THE_QUEUE = {
     "first_tiles_again": ("device/tile_queue.cuh", ": workers + atomicAdd", ": atomicAdd"),
@@ -358,6 +402,31 @@ def test_a_planted_bug_in_the_first_tile_is_detected(tmp_path: Path, planted: tu
         m = pick.choice((offs[-1], offs[-1] // 2))
         expected = [*twin(offs, m, 400, shape), None]
         differ |= any(device.first_tile(offs, m, 400, shape, worker) != tile for worker, tile in enumerate(expected))
+    assert differ
+
+
+@pytest.mark.parametrize("planted", PLANTED_IN_THE_SEARCH.values(), ids=PLANTED_IN_THE_SEARCH.keys())
+def test_a_planted_bug_in_the_search_is_detected(tmp_path: Path, planted: tuple[str, str, str]) -> None:
+    shape = (64, 192, 3)
+    device = build(tmp_path, (shape,), planted)
+    pick = random.Random(7)
+    differ = False
+    for turn in range(40):
+        offs = ends_of(
+            tuple(pick.choice((0, 0, 2, 64, 65)[: 4 + turn % 8 // 7]) for _ in range(pick.choice((34, 301))))
+        )
+        m = pick.choice((offs[-1], offs[-1] // 2))
+        if turn % 10 == 9:  # wrong where no later group looks
+            offs[-1] = offs[-2] - 1
+        expected = [*twin(offs, m, 400, shape), None]
+        is_flat = not device.table(offs, m, 64).is_sorted
+        for worker in pick.sample(range(len(expected)), min(len(expected), 60)):
+            try:
+                found = device.searched_tile(offs, m, 400, shape, worker)
+            except AssertionError:
+                differ = True
+            else:
+                differ |= found != (is_flat, expected[worker] if is_flat else None)
     assert differ
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor, grouped_gemm, quantize
-from padless.kernels import remembered
+from padless.kernels import ahead, remembered
 from padless.moe import Activation, activate_quantize, fused, ops
 from padless.moe.layer import ACTIVATIONS, Projection, gathered
 from padless.runtime import driver
@@ -135,6 +135,20 @@ def test_a_launch_is_found_again_by_what_it_depends_on() -> None:
     assert launches.packed == 1 + len(others)
     call(launches, a, w, offs, outputs(a, w, MXFP8), MXFP8)
     assert launches.packed == 2 + len(others)
+    remembered.forget()
+
+
+def test_a_launch_that_reads_ahead_is_not_taken_for_one_that_waits() -> None:
+    remembered.forget()
+    a, w, offs, _ = operands((FP8_BLOCK, None))
+    tensors, launches = outputs(a, w), Launches()
+    ids, others = (torch.zeros(22, 1, dtype=torch.int64) for _ in range(2))
+    states = (None, ahead.Ready(), ahead.Ready(ids), ahead.Ready(others))
+    for _ in range(2):
+        for what in states:
+            with ahead.ready(what):
+                call(launches, a, w, offs, tensors)
+        assert launches.packed == len(states)
     remembered.forget()
 
 

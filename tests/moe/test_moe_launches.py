@@ -10,7 +10,9 @@ import torch
 
 from padless import FP8_BLOCK, MXFP4, NVFP4
 from padless.emulator import Emulator
+from padless.emulator.fake_driver import EmulatedDriver
 from padless.moe import moe, ops
+from padless.runtime.driver import LaunchShape
 from support.moe_layer_problem import PAIRS, draw_layer
 
 pytest.importorskip("triton")
@@ -78,10 +80,12 @@ GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 
 
 
 @pytest.mark.parametrize(
-    ("pair", "options", "kernels"),
+    ("pair", "options", "kernels", "ready"),
     [
-        ((FP8_BLOCK, None), {}, ("sm90_fp8_few", "sm90_fp8")),  # 10 rows in 3 groups: few behind a SwiGLU alone
-        ((MXFP4, torch.bfloat16), GPT_OSS, ("sm90_bf16", "sm90_bf16")),
+        # 10 rows in 3 groups: few behind a SwiGLU alone. Weights and ids are ready, and weights and ends of groups.
+        ((FP8_BLOCK, None), {}, ("sm90_fp8_few", "sm90_fp8"), [2, 2]),
+        # Weights, scales and ends of groups, of the second product alone.
+        ((MXFP4, torch.bfloat16), GPT_OSS | {"scale_layout": "blocked"}, ("sm90_bf16", "sm90_bf16"), [0, 3]),
     ],
     ids=["FP8", "gpt-oss"],
 )
@@ -89,6 +93,7 @@ def test_decoding_is_four_launches(
     pair: Any,
     options: dict[str, Any],
     kernels: tuple[str, str],
+    ready: list[int],
     triton_kernels: dict[str, EmulatedKernel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,11 +106,19 @@ def test_decoding_is_four_launches(
         return launch(self, name, *arguments, **options)
 
     monkeypatch.setattr(Emulator, "launch", noted)
+    read_ahead: list[int] = []
+    prepare = EmulatedDriver.prepare
+
+    def prepared(self: EmulatedDriver, function: Any, kernel: Any, shape: LaunchShape, *rest: Any) -> Any:
+        read_ahead.append(len(shape.ready))
+        return prepare(self, function, kernel, shape, *rest)
+
+    monkeypatch.setattr(EmulatedDriver, "prepare", prepared)
     layer = draw_layer(pair, tokens=5, top_k=2, experts=3, h=128, i=64, seed=9, **options)
     got = layer.run(moe, backend="emulator")
     products = [(f"padless_{kernel}_grouped_gemm", True) for kernel in kernels]
-    # Products of FP4 weights let the next launch begin at once, and a sum must not lie next to them and wait.
-    assert launched == [("_quantize_rows", True), *products, ("_combine", pair[0] == FP8_BLOCK)]
+    assert launched == [("_quantize_rows", True), *products, ("_combine", True)]
+    assert read_ahead == ready
     with mock.patch.object(ops, "runs_triton", return_value=False):
         assert torch.equal(got, layer.run(moe, backend="emulator"))
 

@@ -43,7 +43,10 @@ BUGS: tuple[Bug, ...] = (
         "the second K block's products not waited for", ("register-in-flight",), MULTIPLY,
         "wait_group<0>", "wait_group<1>",
     ),
-    _bug("no fence after mbarrier init", ("mbarrier", "mbarrier-init"), MAIN, "fence_mbarrier_init();"),
+    _bug(
+        "no fence after mbarrier init", ("mbarrier", "mbarrier-init"), "device/queue_start.cuh",
+        "fence_mbarrier_init();",
+    ),
     _bug("no proxy fence before the store", ("missing-proxy-fence",), STORE, "fence_proxy_async_shared();"),
     _bug("no barrier before the store", ("race", "missing-proxy-fence"), STORE, "bar_sync(1 + warpgroup, 128);", nth=1),
     _bug("staging written while the last store reads it", ("race",), STORE, WAIT_READ),

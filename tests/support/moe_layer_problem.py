@@ -59,9 +59,10 @@ def draw_layer(
     bias: bool = False,
     shared: bool = False,
     seed: int = 0,
+    scale_layout: str = "plain",
     **options: Any,
 ) -> Layer:
-    """A random layer; weights scaled so that activations stay near 1."""
+    """A random layer; weights scaled so that activations stay near 1. scale_layout: of the weights."""
     fmt, activations = pair
     g = torch.Generator().manual_seed(seed)
     n = 2 * i if gated else i
@@ -76,8 +77,8 @@ def draw_layer(
         torch.randn(tokens, h, generator=g).bfloat16(),
         draw_ids(tokens, top_k, experts, seed),
         torch.rand(tokens, top_k, generator=g),
-        quantize(w13, fmt, kind="weight"),
-        quantize(w2, fmt, kind="weight"),
+        quantize(w13, fmt, kind="weight", scale_layout=scale_layout),
+        quantize(w2, fmt, kind="weight", scale_layout=scale_layout),
         options | {"activations": activations},
     )
 

@@ -93,6 +93,13 @@ class Device:
         assert status == 1, "not queued exactly once"
         return Tile(*out) if out[2] != 0 else None
 
+    def searched_tile(self, offs: list[int], m: int, n: int, shape: Shape, worker: int) -> tuple[bool, Tile | None]:
+        """(whether it is queued, the tile) of a worker whose CTA has no table yet."""
+        out = (ctypes.c_int * 4)()
+        status = self.library.searched_tile(*shape, n, (ctypes.c_int * len(offs))(*offs), len(offs), m, worker, out)
+        assert status in (0, 1), f"lanes disagree, or not queued exactly once ({status})"
+        return status == 1, Tile(*out) if status == 1 and out[2] != 0 else None
+
     def handed_out(
         self,
         offs: list[int],

@@ -167,6 +167,7 @@ struct {
     const int* offs;
     int num_groups, m;
     GroupTableStorage<MOST_GROUPS> storage;
+    alignas(16) int in_fours[MOST_GROUPS];
 } input;
 
 template <int BLOCK_M>
@@ -198,7 +199,7 @@ struct {
     bool was_asked[threads::MOST];   // since the last of them
     bool early;                      // a worker handed out a tile, or ended, before it was asked for it
     int counter, workers, *out, handed_out, room, arrivals_of_first;
-    bool first_is_queued;
+    bool first_is_queued, is_flat[32];
 } launch;
 
 template <int M, int N, int R, bool HALF_TILES>
@@ -245,6 +246,12 @@ struct Shape {
         const PlacedGroup group = place_group<M>(end, input.num_groups, input.m, lane);
         queue_first_tile<Order>(launch.queues[0], group, Order::tiles_along(n_of_launch), launch.counter,
                                 launch.workers, lane);
+    }
+    static void search_first() {  // one warp, without a table
+        if constexpr (!HALF_TILES)
+            launch.is_flat[threads::me] =
+                queue_first_tile<Order, M>(launch.queues[0], input.in_fours, input.num_groups, input.m,
+                                           Order::tiles_along(n_of_launch), launch.counter, threads::me);
     }
 };
 template <int M, int N, int R, bool HALF_TILES>
@@ -338,6 +345,31 @@ extern "C" int first_tile(int block_m, int block_n, int raster_m, int n, int hal
     if (block_m == M && block_n == N && raster_m == R) \
         result =                                       \
             half_tiles_for ? run_first<Shape<M, N, R, true>>(n, out) : run_first<Shape<M, N, R, false>>(n, out);
+    SHAPES
+#undef SHAPE
+    return result;
+}
+
+template <class S>
+static int run_search(int n, int* out) {
+    S::n_of_launch = n;
+    threads::run(32, 0, S::search_first);
+    put(out, launch.queues[0].tiles[0]);
+    for (bool is_flat : launch.is_flat)
+        if (is_flat != launch.is_flat[0]) return -3;  // lanes disagree
+    return launch.is_flat[0] ? launch.arrivals_of_first : launch.arrivals_of_first ? -4 : 0;
+}
+
+// The same of a worker whose CTA has no table yet; 0 where nothing is queued.
+extern "C" int searched_tile(int block_m, int block_n, int raster_m, int n, const int* offs, int num_groups, int m,
+                             int worker, int* out) {
+    for (int g = 0; g < MOST_GROUPS; ++g) input.in_fours[g] = g < num_groups ? offs[g] : 0x55555555;
+    input.num_groups = num_groups, input.m = m, launch.counter = worker;
+    launch.arrivals_of_first = launch.handed_out = launch.room = 0;
+    for (int t = 0; t < threads::MOST; ++t) together::shuffles[t] = together::barriers[t] = 0;
+    volatile int result = -2;
+#define SHAPE(M, N, R) \
+    if (block_m == M && block_n == N && raster_m == R) result = run_search<Shape<M, N, R, false>>(n, out);
     SHAPES
 #undef SHAPE
     return result;

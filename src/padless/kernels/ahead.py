@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,8 +27,8 @@ def ready(what: Ready | None) -> Iterator[None]:
     """Products inside the block are of operands of which this much was there before the launch right ahead began.
 
     And that launch lets the next one begin only after it has itself waited for those ahead of it, and, where it is a
-    product, not before its last tiles: products of FP8_BLOCK do, and Triton's passes. Launches that read nothing ahead
-    may then begin early too (`padless.moe.combine`). Kernels that cannot use it wait for everything.
+    product, not before its last tiles: sm90_fp8, sm90_fp8_few and sm90_bf16 do, and Triton's passes. Launches that read
+    nothing ahead may then begin early too (`padless.moe.combine`). Kernels that cannot use it wait for everything.
     """
     before = current()
     _of_thread.ready = what
@@ -41,6 +41,37 @@ def ready(what: Ready | None) -> Iterator[None]:
 def current() -> Ready | None:
     """The operands that are ready in this thread's block."""
     return getattr(_of_thread, "ready", None)
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """What a launch reads ahead of its wait; nothing by default. ``tensors``: all of it."""
+
+    is_ready: bool = False
+    ids: torch.Tensor | None = None
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    def arguments(self) -> list[tuple[int, int]]:
+        """The kernel's: is_ready, ids, id_bytes, each with its size."""
+        address, size = (0, 0) if self.ids is None else (self.ids.data_ptr(), self.ids.element_size())
+        return [(int(self.is_ready), 4), (address, 8), (size, 4)]
+
+    def addresses(self) -> tuple[int, ...]:
+        """`padless.runtime.driver.LaunchShape.ready`."""
+        return tuple(t.data_ptr() for t in self.tensors)
+
+
+def usable(offs: torch.Tensor | None, m: int, weights: Iterable[torch.Tensor], *, counts: bool = False) -> Use:
+    """A kernel's use of what is ready: the ends of the groups of ``offs``, or, where it counts, ids (T, k) of m rows.
+    ``weights``: what it reads of them."""
+    what = current()
+    if what is None or offs is None:
+        return Use()
+    if what.ids is None:
+        return Use(True, None, (*weights, offs))
+    if counts and what.ids.numel() == m and what.ids.is_contiguous():
+        return Use(True, what.ids, (*weights, what.ids))
+    return Use()
 
 
 def facts() -> tuple[object, ...] | None:

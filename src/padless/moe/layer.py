@@ -56,6 +56,9 @@ ACTIVATIONS: dict[BlockScaledFormat, BlockScaledFormat] = {
     NVFP4: NVFP4,
 }
 BF16 = "BF16"
+# Activations, None for bfloat16, and weights whose products let the next launch begin no sooner than
+# `padless.kernels.ahead` asks for.
+READS_AHEAD = ((FP8_BLOCK, FP8_BLOCK), (None, MXFP4), (None, MXFP4_REPACKED), (None, NVFP4))
 # A product with a bias.
 BIAS = Epilogue(bias=True, d_dtype=torch.bfloat16)
 
@@ -246,7 +249,8 @@ def _forward(
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, given.ids, first.weights.shape[0], format, of_x)
     is_ready = (
-        format == first.weights.format == second.weights.format == FP8_BLOCK
+        (format, first.weights.format) in READS_AHEAD
+        and first.weights.format == second.weights.format
         and given.ids.numel() <= ahead.MOST_SLOTS
         and fuses(first.weights, activation, format, first.backend)
     )

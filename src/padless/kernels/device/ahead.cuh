@@ -3,10 +3,14 @@
 // rows. The groups are known then, and the first weights on their way, when the rows are written.
 #pragma once
 
-// When the next launch may begin. Behind a quantizing product comes another one, which has no room on a multiprocessor before the
+// When the next launch may begin. Behind a layer's first product comes its second, which has no room on a multiprocessor before the
 // CTA there has ended, and fetches its weights then: as soon as this CTA can draw no more tiles. Behind others come small
 // programs, which would lie next to the CTAs and slow them: when all loads have been issued.
-constexpr bool RELEASES_LATE = !EPILOGUE_IS_QUANT;
+#if EPILOGUE_IS_QUANT
+constexpr bool RELEASES_LATE = GLU == GLU_NONE;
+#else
+constexpr bool RELEASES_LATE = true;
+#endif
 
 // What is read ahead is read past L1: before the wait a line of an earlier launch may still be there.
 
@@ -21,14 +25,14 @@ __device__ __forceinline__ int load_end_ahead(const int* offs, int m, int g) {
                            : static_cast<int>(ld_relaxed_gpu(reinterpret_cast<const uint32_t*>(offs) + g));
 }
 
-// All threads of the CTA: ends[g] = how many ids are those of groups 0 .. g. `of_chunk`: room for a number for 32 groups. There is
+// All threads of the CTA: ends[g] = how many ids are those of groups 0 .. g; 0 up to a multiple of four. `of_chunk`: room for a number for 32 groups. There is
 // no early return: behind one the compiler no longer knew what all lanes of a warp agree on, in all of the kernel, and the
 // producer's copies took twice as long.
 template <int NUM_THREADS>
 __device__ __forceinline__ void count_ids(int* ends, uint32_t* of_chunk, const IdsAhead& ahead, int m,
                                           int num_groups) {
     const int lane = threadIdx.x % 32, chunks = (num_groups + 31) / 32;
-    for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS) ends[g] = 0;
+    for (int g = threadIdx.x; g < (num_groups + 3) / 4 * 4; g += NUM_THREADS) ends[g] = 0;
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < m; i += NUM_THREADS) {
@@ -61,7 +65,7 @@ __device__ __forceinline__ void count_ids(int* ends, uint32_t* of_chunk, const I
     }
 }
 
-// All threads of the CTA: the ends of the groups in shared memory, from which the table is built.
+// All threads of the CTA: the ends of the groups in shared memory, from which the table is built; zeros up to a multiple of four.
 template <int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ const int* ends_in_shared(GroupTableStorage<MAX_GROUPS>& groups, const int* offs,
                                                      const IdsAhead& ahead, int m, int num_groups) {
@@ -69,17 +73,9 @@ __device__ __forceinline__ const int* ends_in_shared(GroupTableStorage<MAX_GROUP
     if (ahead.ids != nullptr) {
         count_ids<NUM_THREADS>(ends, groups.sorted.of_chunk, ahead, m, num_groups);
     } else {
-        for (int g = threadIdx.x; g < num_groups; g += NUM_THREADS) ends[g] = load_end_ahead(offs, m, g);
+        for (int g = threadIdx.x; g < (num_groups + 3) / 4 * 4; g += NUM_THREADS)
+            ends[g] = g < num_groups ? load_end_ahead(offs, m, g) : 0;
         __syncthreads();
     }
     return ends;
-}
-
-// Every thread, first of all, where groups are few and the ids are there: as load_ends_early.
-template <int QUEUE_WARP, int NUM_THREADS, int MAX_GROUPS>
-__device__ __forceinline__ int count_ends_early(GroupTableStorage<MAX_GROUPS>& groups, const IdsAhead& ahead,
-                                                int m, int num_groups) {
-    const int lane = threadIdx.x % 32;
-    count_ids<NUM_THREADS>(groups.tile_ends, groups.sorted.of_chunk, ahead, m, num_groups);
-    return threadIdx.x / 32 == QUEUE_WARP && lane < num_groups ? groups.tile_ends[lane] : 0;
 }

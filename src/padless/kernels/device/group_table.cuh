@@ -40,14 +40,17 @@ __device__ __forceinline__ void count_tiles(GroupTableStorage<MAX_GROUPS>& stora
     }
 }
 
+// A tile of so few rows takes as long as one of one row, so that the order of such groups does not matter.
+__device__ __forceinline__ constexpr int flat_rows(int block_m) {
+    return block_m < 64 ? block_m : 64;
+}
+
 // All threads of the CTA, any number of groups. Ends with the table visible to all of them. Result: whether it is flat.
 template <int BLOCK_M, int NUM_THREADS, int MAX_GROUPS>
 __device__ __forceinline__ bool build_large_table(GroupTableStorage<MAX_GROUPS>& storage, const int* offs,
                                                   int num_groups, int m, int lane) {
-    // A tile of so few rows takes as long as one of one row, so that the order of such groups does not matter.
-    constexpr int FLAT_ROWS = BLOCK_M < 64 ? BLOCK_M : 64;
-    const bool is_sorted =
-        storage.sorted.template build<NUM_THREADS, FLAT_ROWS>(storage.tile_ends, offs, num_groups, m);
+    const bool is_sorted = storage.sorted.template build<NUM_THREADS, flat_rows(BLOCK_M)>(
+        storage.tile_ends, offs, num_groups, m);
     if (is_sorted) {
         count_tiles<BLOCK_M, NUM_THREADS>(storage, lane);
         __syncthreads();

@@ -64,6 +64,51 @@ __device__ __forceinline__ void queue_first_tile(TileQueueStorage& queue, Order 
     mbarrier_arrive(shared_address(&queue.full[0]));
 }
 
+// One warp: the same before there is a table, where that will be flat. `ends`: of all groups, in shared memory, with something readable up
+// to a multiple of four. Result: whether the table will be flat, as build_large_table says too.
+template <class Order, int BLOCK_M>
+__device__ __forceinline__ bool queue_first_tile(TileQueueStorage& queue, const int* ends, int num_groups,
+                                                 int m, int n_tiles, int worker, int lane) {
+    static_assert(!Order::HAS_HALF_TILES, "whose numbers depend on all tiles");
+    const int wanted = worker / n_tiles;  // which of the groups with rows
+    int found = -1, start = 0, end = 0, active = 0, before = 0;
+    bool is_flat = true;
+#pragma unroll 1
+    for (int first = 4 * lane; first - 4 * lane < num_groups; first += 128) {  // four groups to a lane
+        int4 four{};
+        if (first < num_groups) four = *reinterpret_cast<const int4*>(&ends[first]);
+        const int of_group[4] = {four.x, four.y, four.z, four.w};
+        int last = __shfl_up_sync(0xffffffff, four.w, 1);
+        if (lane == 0) last = before;
+        uint32_t with_rows[4];
+        int earlier = active;  // groups with rows before this lane's
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int rows = first + i < num_groups ? of_group[i] - (i == 0 ? last : of_group[i - 1]) : 0;
+            is_flat = is_flat && rows >= 0 && rows <= flat_rows(BLOCK_M) && (rows == 0 || of_group[i] <= m);
+            with_rows[i] = __ballot_sync(0xffffffff, rows > 0);
+            earlier += __popc(with_rows[i] & ((1u << lane) - 1));
+            active += __popc(with_rows[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (!(with_rows[i] >> lane & 1)) continue;
+            if (earlier == wanted)
+                found = first + i, start = i == 0 ? last : of_group[i - 1], end = of_group[i];
+            ++earlier;
+        }
+        before = __shfl_sync(0xffffffff, four.w, 31);
+    }
+    if (!__all_sync(0xffffffff, is_flat)) return false;
+    if (lane == 0) queue.tiles[0] = Tile{0, 0, 0, 0};
+    __syncwarp();
+    if (found >= 0)
+        queue.tiles[0] = Order::tile_in_group(worker - wanted * n_tiles, found, start, end, 1, n_tiles);
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&queue.full[0]));
+    return true;
+}
+
 // The scheduler: waits until the slot at hand is free.
 template <int CLUSTER>
 __device__ __forceinline__ void wait_for_slot(TileQueueStorage& queue,

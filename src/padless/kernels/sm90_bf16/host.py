@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from padless.formats import MXFP4_REPACKED, TILE_BYTES, BlockScaledTensor, round_up
-from padless.kernels import maps
+from padless.kernels import ahead, maps
 from padless.kernels.config import format_name
 from padless.kernels.launch import Prepared, load_kernel, most_tiles, persistent_grid, tile_counter
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config, fit, select_config
@@ -50,23 +50,24 @@ def prepare(
     read = operands(a, b, offs, config)
     arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
     arguments += [driver.encode(maps.output_ragged(out, config.block_m)), *read.numbers]
-    arguments += [(tile_counter(config, device, out.data_ptr()), 4)]
+    arguments += [(tile_counter(config, device, out.data_ptr()), 4), read.early.arguments()[0]]
     tiles = most_tiles(m, n, num_groups, config.block_m, config.block_n)
     grid = persistent_grid(driver.num_sms(device), tiles)
-    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True, ready=read.early.addresses())
     prepared = driver.prepare(function, kernel, shape, arguments, [*read.tensors, out])
     return Prepared(prepared, read.copies)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Arguments of the kernel from its operands: the maps before the output's, the numbers after it but for the tile
-    counter, the tensors that are read, and those among them that are copies."""
+    """Arguments of the kernel from its operands: the maps before the output's, the numbers between it and the tile
+    counter, the tensors that are read, those among them that are copies, and those that are read ahead."""
 
     maps: tuple[tensor_map.TensorMapSpec, ...]
     numbers: tuple[tuple[int, int], ...]
     tensors: tuple[torch.Tensor, ...]
     copies: tuple[torch.Tensor, ...]
+    early: ahead.Use
 
 
 def operands(
@@ -76,8 +77,10 @@ def operands(
     config: Sm90Bf16Config,
     *,
     weight_rows: int | None = None,
+    are_copies: bool = False,
 ) -> Operands:
-    """The operands as the kernel reads them; weight_rows: rows of weights that come together, None for a tile's."""
+    """The operands as the kernel reads them; weight_rows: rows of weights that come together, None for a tile's;
+    are_copies: whether some of them have just been made."""
     (num_groups, n), m, k = b.data.shape[:2], a.shape[0], b.logical_shape[-1]
     box_rows = config.block_n if weight_rows is None else weight_rows
     copies: list[torch.Tensor] = []
@@ -96,8 +99,10 @@ def operands(
     numbers += [(0 if s is None or s.numel() == 1 else 1, 4) for s in (global_a, b.global_scale)]
     numbers += [(0 if offs is None else offs.data_ptr(), 8)]
     numbers += [(value, 4) for value in (m, n, k, num_groups)]
+    # What a launch right ahead copies is not ready.
+    early = ahead.Use() if copies or are_copies else ahead.usable(offs, m, [b.data, sfb])
     tensors = [a_data, sfa, b.data, sfb, global_a, b.global_scale, offs]
-    return Operands(maps, tuple(numbers), tuple(t for t in tensors if t is not None), tuple(copies))
+    return Operands(maps, tuple(numbers), tuple(t for t in tensors if t is not None), tuple(copies), early)
 
 
 def _rows_of_codes(data: torch.Tensor, block_rows: int) -> tensor_map.TensorMapSpec:

@@ -71,13 +71,14 @@ def prepare(
     compiled = QuantConfig(tile, epilogue)
     kernel, function = load_kernel(driver, KERNEL, compiled, device)
 
-    read = operands(a, b, offs, tile, weight_rows=INTERLEAVE if epilogue.gate_and_up_apart else None)
+    rows = INTERLEAVE if epilogue.gate_and_up_apart else None
+    read = operands(a, b, offs, tile, weight_rows=rows, are_copies=bool(copies))
     arguments: list[Argument] = [driver.encode(spec) for spec in read.maps]
     arguments += [direct_outputs(driver, tensors, epilogue, n), *read.numbers]
-    arguments += [(tile_counter(compiled, device, output_address(tensors)), 4)]
+    arguments += [(tile_counter(compiled, device, output_address(tensors)), 4), read.early.arguments()[0]]
     tiles = most_tiles(m, n, num_groups, tile.block_m, tile.block_n)
     grid = persistent_grid(driver.num_sms(device), tiles)
-    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True)
+    shape = LaunchShape(grid, kernel.num_threads, 1, programmatic=True, ready=read.early.addresses())
     used = [*read.tensors, *present(tensors)]
     return Prepared(driver.prepare(function, kernel, shape, arguments, used), (*copies, *read.copies))
 

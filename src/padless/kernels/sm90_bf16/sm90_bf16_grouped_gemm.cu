@@ -31,6 +31,10 @@
 //      which the checker warps arrive on when they have looked at the scales of full[s]: two warps beside the producer, or,
 //      where there are none to spare, the converters)
 //
+// With `is_ready` the groups' table, the queue's first tile and its weights do not wait for the kernels ahead (device/ahead.cuh).
+// Who touches anything else does first: the producer ahead of the tokens, the scheduler ahead of its counter, converters ahead of
+// float32 scales, the consumers.
+//
 // K block: 128 of K. A stage s, or t, holds STAGE_BLOCKS of them.
 //
 // K order: inside 128 of K, lane quad q = lane % 4 has codes 32 q .. 32 q + 31 of its row, four octets of them; octet s
@@ -55,6 +59,7 @@ using uint64_t = unsigned long long;
 #include "device/ptx/griddepcontrol.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/memory.cuh"
+#include "device/ptx/strong_memory.cuh"
 #include "device/ptx/tma.cuh"
 #include "device/ptx/tma_5d.cuh"
 #include "device/ptx/wgmma.cuh"
@@ -73,6 +78,8 @@ using uint64_t = unsigned long long;
 #include "device/queue_start.cuh"
 #include "device/weights_prefetch.cuh"
 #include "sm90_bf16/storage.cuh"
+#include "device/ahead.cuh"
+#include "device/queue_start_ahead.cuh"
 #include "sm90_bf16/load.cuh"
 #include "sm90_bf16/tokens.cuh"
 #include "sm90_bf16/weights.cuh"
@@ -175,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
     const __grid_constant__ TensorMap map_sfa, const __grid_constant__ TensorMap map_sfb,
     const __grid_constant__ StoreMaps store_maps, const float* scales, long long scales_row_stride,
     long long scales_k_stride, const float* global_a, const float* global_b, int global_a_stride,
-    int global_b_stride, const int* offs, int m, int n, int k, int num_groups, int counter) {
+    int global_b_stride, const int* offs, int m, int n, int k, int num_groups, int counter, int is_ready) {
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_bytes);
     const Problem problem{scales,
@@ -189,13 +196,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
                           n,
                           k,
                           num_groups};
-    const int end = load_ends_early<1>(offs, num_groups, m);
+    constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
+    const int end = load_ends_ahead<FIRST_PRODUCER_WARP>(offs, is_ready, num_groups, m);
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);  // known to be the same in all lanes
     const int lane = threadIdx.x % 32;
 
-    if (warp == 0) {
+    if (warp == FIRST_PRODUCER_WARP) {
         if (elect_one()) {
-            griddepcontrol_launch_dependents();
             prefetch_tensormap(map_a);
             prefetch_tensormap(map_b);
             if constexpr (SFA_BYTES != 0) prefetch_tensormap(map_sfa);
@@ -209,22 +216,24 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
                 mbarrier_init(shared_address(&shared.tokens_full[s]), NUM_CONVERTER_WARPS * TOKEN_ARRIVALS);
                 mbarrier_init(shared_address(&shared.tokens_empty[s]), NUM_CONSUMER_WARPS * TOKEN_ARRIVALS);
             }
-            fence_mbarrier_init();
         }
-        __syncwarp();
+        __syncwarp();  // the fence is make_queue's
     }
     if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
-        if (warp == 2 && elect_one()) {
+        if (!is_ready && warp == 2 && elect_one()) {
             if constexpr (B_IS_REPACKED)
                 prefetch_code_tiles<BLOCK_N>(map_b, n, k, num_groups);
             else
                 prefetch_weights<BLOCK_N, row_bytes(B_FORMAT)>(map_b, n, (k + BLOCK_K - 1) / BLOCK_K,
                                                                num_groups);
         }
-        if (warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
+        if (!is_ready && warp == 3 && elect_one()) prefetch_rest(problem, map_a, map_sfa, map_sfb);
     }
-    const bool has_first_tile = start_queue<Order, 1, BLOCK_M, NUM_THREADS>(
-        shared.queue, shared.groups, NUM_TILE_READERS, end, offs, num_groups, m, n, warp, lane);
+    const bool has_first_tile = start_queue_ahead<Order, FIRST_PRODUCER_WARP, BLOCK_M, NUM_THREADS>(
+        shared.queue, shared.groups, NUM_TILE_READERS, end, offs, IdsAhead{}, is_ready, num_groups, m, n,
+        warp, lane, [&](const Tile& tile) {
+            load_first_stages(shared, problem, map_a, map_b, map_sfa, map_sfb, tile, is_ready);
+        });
 #if EPILOGUE_IS_QUANT
     if constexpr (HAS_GROUP_TILES) {
         if (warp == 1) count_row_tiles(shared.groups.sorted.ends, num_groups, shared.group_tiles, lane);
@@ -232,26 +241,33 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_bf16_g
     }
 #endif
 
-    constexpr int FIRST_PRODUCER_WARP = NUM_CONSUMER_WARPS + NUM_CONVERTER_WARPS;
     if (HELPERS_TOGETHER && warp >= NUM_CONSUMER_WARPS) setmaxnreg_dec<CONVERTER_REGISTERS>();
     if (warp >= FIRST_PRODUCER_WARP) {
         if constexpr (!HELPERS_TOGETHER) setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == FIRST_PRODUCER_WARP) {
-            if (elect_one()) load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb);
+            if (elect_one()) {
+                load_tiles(shared, problem, map_a, map_b, map_sfa, map_sfb, has_first_tile, is_ready);
+                if (RELEASES_LATE) griddepcontrol_launch_dependents();
+            }
         } else if (warp == FIRST_PRODUCER_WARP + 1) {
-            if (elect_one())
+            if (elect_one()) {
+                griddepcontrol_wait();
                 schedule_tiles<1>(shared.queue, Order(shared.groups.table(), n), counter, blockIdx.x,
                                   gridDim.x, nullptr, has_first_tile);
+                if (!RELEASES_LATE) griddepcontrol_launch_dependents();
+            }
         } else if constexpr (CHECKERS_APART) {
             check_tiles(shared, problem, warp - (FIRST_PRODUCER_WARP + 2), lane);
         }
         __syncwarp();
     } else if (warp >= NUM_CONSUMER_WARPS) {
         if constexpr (!HELPERS_TOGETHER) setmaxnreg_dec<CONVERTER_REGISTERS>();
+        if constexpr (HAS_TOKEN_SCALES) griddepcontrol_wait();
         convert_tiles(shared, problem, warp - NUM_CONSUMER_WARPS, lane);
         __syncwarp();
     } else {
         setmaxnreg_inc<CONSUMER_REGISTERS>();
+        griddepcontrol_wait();
         consume_tiles(shared, problem, store_maps, warp / 4, warp % 4, lane);
         __syncwarp();
     }

@@ -73,24 +73,18 @@ def packed(
     kernel, function = loaded
     arguments = [*encoded, (b.scale.data_ptr(), 8), (0 if offs is None else offs.data_ptr(), 8)]
     arguments += [(value, 4) for value in (problem.m, problem.n, problem.k, problem.num_groups, counter)]
-    what = usable(ahead.current(), offs, problem.m, tile)
-    ids = None if what is None else what.ids
-    arguments.append((int(what is not None), 4))
-    if tile.few_rows:
-        arguments += [(0, 8), (0, 4)] if ids is None else [(ids.data_ptr(), 8), (ids.element_size(), 4)]
-    tensors = [t for t in (a.data, a.scale, b.data, b.scale, *written, offs, ids) if t is not None]
-    early = () if what is None else tuple(t.data_ptr() for t in (b.data, offs if ids is None else ids) if t is not None)
-    shape = LaunchShape(ctas_of(problem, tile), kernel.num_threads, tile.cluster_n, programmatic=True, ready=early)
+    use = usable(b.data, offs, problem.m, tile)
+    arguments += use.arguments() if tile.few_rows else use.arguments()[:1]
+    tensors = [t for t in (a.data, a.scale, b.data, b.scale, *written, offs, use.ids) if t is not None]
+    grid = ctas_of(problem, tile)
+    shape = LaunchShape(grid, kernel.num_threads, tile.cluster_n, programmatic=True, ready=use.addresses())
     return driver.prepare(function, kernel, shape, [*arguments, *others], tensors)
 
 
-def usable(what: ahead.Ready | None, offs: torch.Tensor | None, m: int, tile: Sm90Fp8Config) -> ahead.Ready | None:
+def usable(weights: torch.Tensor, offs: torch.Tensor | None, m: int, tile: Sm90Fp8Config) -> ahead.Use:
     """The kernel's use of what is ready: offs without clusters, and ids with tokens on columns."""
-    if what is None or offs is None:
-        return None
-    if tile.few_rows:
-        return what if what.ids is None or (what.ids.numel() == m and what.ids.is_contiguous()) else None
-    return what if what.ids is None and tile.cluster_n == 1 and tile.scales == "mn" else None
+    can_wait = tile.few_rows or (tile.cluster_n == 1 and tile.scales == "mn")
+    return ahead.usable(offs, m, [weights], counts=tile.few_rows) if can_wait else ahead.Use()
 
 
 def ctas_of(problem: Problem, config: Sm90Fp8Config) -> int:

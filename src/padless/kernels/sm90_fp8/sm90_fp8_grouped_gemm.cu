@@ -68,7 +68,6 @@ using uint64_t = unsigned long long;
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/weights_prefetch.cuh"
-#include "device/ahead.cuh"
 #if EPILOGUE_IS_QUANT
 #include "device/ptx/conversion.cuh"
 #include "device/activation.cuh"
@@ -84,6 +83,7 @@ constexpr bool COLUMNS_ARE_INTERLEAVED = false;
 
 #include "sm90_fp8/storage.cuh"
 
+#include "device/ahead.cuh"
 #include "sm90_fp8/load.cuh"
 #include "sm90_fp8/multiply.cuh"
 #if LOW_RANK_STEPS > 0

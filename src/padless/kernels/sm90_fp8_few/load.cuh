@@ -20,25 +20,39 @@ __device__ __forceinline__ void load_tokens(SharedStorage& shared, const TensorM
     tma_load_2d(map_sfa, shared_address(shared.sfa[stage]), full, tile.row & ~3, kb);
 }
 
-// With `is_ready` the first tile's weights do not wait for the kernels ahead, which may still be writing the tokens.
+// K blocks of a first tile that are loaded before the groups' table is there: as many as the ring holds.
+__device__ __forceinline__ int first_blocks(const Problem& problem) {
+    return problem.k_blocks() < STAGES ? problem.k_blocks() : STAGES;
+}
+
+// Loads them; with `is_ready` the weights alone, since the kernels ahead may still be writing the tokens.
+__device__ __forceinline__ void load_first_stages(SharedStorage& shared, const Problem& problem,
+                                                  const TensorMap& map_a, const TensorMap& map_b,
+                                                  const TensorMap& map_sfa, const Tile& tile, bool is_ready) {
+    if (tile.rows == 0) return;
+#pragma unroll 1
+    for (int kb = 0; kb < first_blocks(problem); ++kb) {
+        load_weights(shared, map_b, tile, kb, kb);
+        if (!is_ready) load_tokens(shared, map_a, map_sfa, tile, kb, kb);
+    }
+}
+
+// `has_first_stages`: load_first_stages has been called.
 __device__ __forceinline__ void load_tiles(SharedStorage& shared, const Problem& problem,
                                            const TensorMap& map_a, const TensorMap& map_b,
-                                           const TensorMap& map_sfa, bool is_ready) {
+                                           const TensorMap& map_sfa, bool has_first_stages, bool is_ready) {
     Reader reader(shared.queue);
     Pipeline<STAGES> pipeline;
     const int k_blocks = problem.k_blocks();
     Tile tile;
+    griddepcontrol_wait();
     bool is_tile = reader.next(tile);
-    int ahead = 0;  // K blocks of the tile that are on their way
-    if (is_ready) {
-        if (is_tile) ahead = k_blocks < STAGES ? k_blocks : STAGES;
-#pragma unroll 1
-        for (int kb = 0; kb < ahead; ++kb) load_weights(shared, map_b, tile, kb, kb);
-        griddepcontrol_wait();
+    int ahead = has_first_stages ? first_blocks(problem) : 0;
+    if (is_ready && is_tile) {
 #pragma unroll 1
         for (int kb = 0; kb < ahead; ++kb) load_tokens(shared, map_a, map_sfa, tile, kb, kb);
-        pipeline = {ahead == STAGES ? 0 : ahead, ahead == STAGES};
     }
+    pipeline = {ahead == STAGES ? 0 : ahead, ahead == STAGES};
     for (; is_tile; is_tile = reader.next(tile)) {
         for (int kb = ahead; kb < k_blocks; ++kb) {
             const int stage = pipeline.stage;

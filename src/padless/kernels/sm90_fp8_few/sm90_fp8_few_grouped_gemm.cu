@@ -51,9 +51,10 @@ using uint64_t = unsigned long long;
 #include "device/group_table.cuh"
 #include "device/tile_queue.cuh"
 #include "device/queue_start.cuh"
-#include "device/ahead.cuh"
 #include "device/weights_prefetch.cuh"
 #include "sm90_fp8_few/storage.cuh"
+#include "device/ahead.cuh"
+#include "device/queue_start_ahead.cuh"
 #include "sm90_fp8_few/load.cuh"
 #include "sm90_fp8_few/multiply.cuh"
 #if EPILOGUE_IS_QUANT
@@ -102,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_fe
     const bool are_few = num_groups <= SMALL_TABLE;
     int end = 0;
     if (are_few && ids != nullptr)
-        end = count_ends_early<SCHEDULE_WARP, NUM_THREADS>(shared.groups, ahead, m, num_groups);
-    else if (are_few && threadIdx.x / 32 == SCHEDULE_WARP) {
+        end = count_ends_early<LOAD_WARP, NUM_THREADS>(shared.groups, ahead, m, num_groups);
+    else if (are_few && threadIdx.x / 32 == LOAD_WARP) {  // not by load_ends_ahead: that makes 70 R2UR more
         if (!is_ready) griddepcontrol_wait();
         if (threadIdx.x % 32 < num_groups) end = load_end_ahead(offs, m, threadIdx.x % 32);
     }
@@ -119,27 +120,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_fe
                 mbarrier_init(shared_address(&shared.full[s]), 1);
                 mbarrier_init(shared_address(&shared.empty[s]), NUM_CONSUMER_WARPS);
             }
-            fence_mbarrier_init();
         }
-        __syncwarp();
+        __syncwarp();  // the fence is make_queue's
     }
     if constexpr (!GATE_AND_UP_APART) {  // else the boxes are others
         if (!is_ready && warp == LOAD_WARP + 2 && elect_one())
             prefetch_weights<BLOCK_N, BLOCK_K>(map_b, n, problem.k_blocks(), num_groups);
     }
-    if (warp == SCHEDULE_WARP)
-        make_queue<Order, BLOCK_M>(shared.queue, shared.groups, NUM_TILE_READERS, end, num_groups, m, n,
-                                   are_few, lane);
-    if (!is_ready && (warp != SCHEDULE_WARP || !are_few)) griddepcontrol_wait();
-    bool has_first_tile = are_few;
-    if (are_few) {
-        __syncthreads();
-    } else {
-        const int* const ends = ends_in_shared<NUM_THREADS>(shared.groups, offs, ahead, m, num_groups);
-        has_first_tile = build_large_table<BLOCK_M, NUM_THREADS>(shared.groups, ends, num_groups, m, lane);
-        if (has_first_tile && warp == SCHEDULE_WARP && lane == 0)
-            queue_first_tile(shared.queue, Order(shared.groups.table(), n, gridDim.x), blockIdx.x);
-    }
+    const bool has_first_tile = start_queue_ahead<Order, LOAD_WARP, BLOCK_M, NUM_THREADS>(
+        shared.queue, shared.groups, NUM_TILE_READERS, end, offs, ahead, is_ready, num_groups, m, n, warp,
+        lane,
+        [&](const Tile& tile) { load_first_stages(shared, problem, map_a, map_b, map_sfa, tile, is_ready); });
 #if EPILOGUE_IS_QUANT
     if constexpr (HAS_GROUP_TILES) {
         if (warp == 1) count_row_tiles(shared.groups.sorted.ends, num_groups, shared.group_tiles, lane);
@@ -151,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) padless_sm90_fp8_fe
         setmaxnreg_dec<PRODUCER_REGISTERS>();
         if (warp == LOAD_WARP) {
             if (elect_one()) {
-                load_tiles(shared, problem, map_a, map_b, map_sfa, is_ready);
+                load_tiles(shared, problem, map_a, map_b, map_sfa, has_first_tile, is_ready);
                 if (RELEASES_LATE) griddepcontrol_launch_dependents();
             }
         } else if (warp == SCHEDULE_WARP) {

@@ -1,0 +1,23 @@
+"""Problems of kernels that know their groups ahead of the wait: by the ends of the groups, or by ids of the rows."""
+
+from __future__ import annotations
+
+import torch
+
+from padless.kernels import ahead
+
+FLAT = tuple((3, 0, 1, 7)[g % 4] for g in range(34))  # more groups than one warp sorts, none of many rows
+SORTED = (*FLAT[:-1], 90)
+GROUPS = {"few": (5, 0, 39, 1), "flat": FLAT, "sorted": SORTED}
+PAST = 3  # rows of no group
+
+
+def ids_of(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """(M, 1): every group's number as often as it has rows, and numbers of no group, in some order."""
+    strays = torch.tensor([-1, len(sizes), 2**31 - 1 if dtype == torch.int32 else 2**40])
+    ids = torch.cat([torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes)), strays])
+    return ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(1))][:, None].to(dtype)
+
+
+def readiness(sizes: tuple[int, ...]) -> list[ahead.Ready]:
+    return [ahead.Ready(), *(ahead.Ready(ids_of(sizes, dtype)) for dtype in (torch.int32, torch.int64))]
