@@ -45,7 +45,7 @@ def current() -> Ready | None:
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """What a launch reads ahead of its wait; nothing by default. ``tensors``: all of it."""
+    """Tensors that a launch reads ahead of its wait: all of ``tensors``, ``ids`` among them; by default none."""
 
     is_ready: bool = False
     ids: torch.Tensor | None = None
