@@ -64,7 +64,7 @@ def swiglu(case: Case, config: Sm90Fp8Config, what: ahead.Ready | None) -> list[
 
 
 @pytest.mark.parametrize("num_sms", [2, pytest.param(33, marks=SLOW)])
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("groups", ["few", "flat", pytest.param("sorted", marks=SLOW)])
 def test_bits_do_not_depend_on_what_is_ready(groups: str, num_sms: int) -> None:
     sizes = GROUPS[groups]
     for k in (256, 400) if groups == "few" else (400,):  # two K blocks and four, where a ring has three
@@ -179,7 +179,11 @@ def result_of(driver: EmulatedDriver, groups: str, config: Sm90Fp8Config, ids: b
     return bool(close.all()) and bool(out[rows:].isnan().all()), driver.last_result
 
 
-@pytest.mark.parametrize(("config", "ids"), [(FEW, False), (FEW, True), (ROWS, False)], ids=["few", "few, ids", "rows"])
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [pytest.param(FEW, False, marks=SLOW), (FEW, True), (ROWS, False)],
+    ids=["few", "few, ids", "rows"],
+)
 def test_unmodified_kernels_give_no_report(config: Sm90Fp8Config, ids: bool) -> None:
     for groups in GROUPS:
         for seed in range(2):
