@@ -11,7 +11,9 @@ import torch
 from padless import FP8_BLOCK, MXFP4, NVFP4
 from padless.emulator import Emulator
 from padless.emulator.fake_driver import EmulatedDriver
-from padless.moe import moe, ops
+from padless.kernels import ahead
+from padless.moe import combine, moe, ops
+from padless.moe import layer as moe_layer
 from padless.runtime.driver import LaunchShape
 from support.moe_layer_problem import PAIRS, draw_layer
 
@@ -121,6 +123,25 @@ def test_decoding_is_four_launches(
     assert read_ahead == ready
     with mock.patch.object(ops, "runs_triton", return_value=False):
         assert torch.equal(got, layer.run(moe, backend="emulator"))
+
+
+def test_nothing_is_ready_on_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its products let the next launch begin when they begin themselves: a sum would lie next to them and wait."""
+    layer = draw_layer((FP8_BLOCK, None), tokens=3, top_k=2, experts=3, h=128, i=64, seed=9)
+    found: dict[str, ahead.Ready | None] = {}
+
+    def noted(backend: str) -> Any:
+        def combined(y: torch.Tensor, *rest: Any, **how: Any) -> torch.Tensor:
+            found[backend] = ahead.current()
+            return combine(y, *rest, **how)
+
+        return combined
+
+    for backend in ("emulator", "emulator:sm_100a"):
+        monkeypatch.setattr(moe_layer, "combine", noted(backend))
+        layer.run(moe, backend=backend)
+    assert found["emulator"] is not None
+    assert found["emulator:sm_100a"] is None
 
 
 @pytest.mark.parametrize(("most", "launches"), [(9, {"_route_few": 1}), (0, {"_rank": 1, "_scan": 1, "_place": 1})])

@@ -42,7 +42,9 @@ from padless.ops.checks import check_pair, describe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.ops.grouped_gemm_epilogue import grouped_gemm_epilogue
 from padless.quantization.quantize import INPUT_DTYPES, quantize
+from padless.runtime.architecture import HOPPER
 from padless.runtime.choices import ActivationKind, BackendName, GateUp
+from padless.runtime.devices import kernels_for
 
 if TYPE_CHECKING:
     from padless.distributed.expert_parallel import ExpertParallel
@@ -56,7 +58,7 @@ ACTIVATIONS: dict[BlockScaledFormat, BlockScaledFormat] = {
     NVFP4: NVFP4,
 }
 BF16 = "BF16"
-# Activations, None for bfloat16, and weights whose products let the next launch begin no sooner than
+# Activations, None for bfloat16, and weights whose products on Hopper let the next launch begin no sooner than
 # `padless.kernels.ahead` asks for.
 READS_AHEAD = ((FP8_BLOCK, FP8_BLOCK), (None, MXFP4), (None, MXFP4_REPACKED), (None, NVFP4))
 # A product with a bias.
@@ -252,6 +254,7 @@ def _forward(
         (format, first.weights.format) in READS_AHEAD
         and first.weights.format == second.weights.format
         and given.ids.numel() <= ahead.MOST_SLOTS
+        and kernels_for(x.device, first.backend) == HOPPER.name
         and fuses(first.weights, activation, format, first.backend)
     )
     with ahead.ready(ahead.Ready(given.ids) if is_ready else None):
