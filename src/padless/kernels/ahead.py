@@ -47,9 +47,13 @@ def current() -> Ready | None:
 class Use:
     """Tensors that a launch reads ahead of its wait: all of ``tensors``, ``ids`` among them; by default none."""
 
-    is_ready: bool = False
-    ids: torch.Tensor | None = None
     tensors: tuple[torch.Tensor, ...] = ()
+    ids: torch.Tensor | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are any."""
+        return bool(self.tensors)
 
     def arguments(self) -> list[tuple[int, int]]:
         """The kernel's: is_ready, ids, id_bytes, each with its size."""
@@ -68,9 +72,9 @@ def usable(offs: torch.Tensor | None, m: int, weights: Iterable[torch.Tensor], *
     if what is None or offs is None:
         return Use()
     if what.ids is None:
-        return Use(True, None, (*weights, offs))
+        return Use((*weights, offs))
     if counts and what.ids.numel() == m and what.ids.is_contiguous():
-        return Use(True, what.ids, (*weights, what.ids))
+        return Use((*weights, what.ids), what.ids)
     return Use()
 
 

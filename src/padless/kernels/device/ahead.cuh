@@ -25,9 +25,9 @@ __device__ __forceinline__ int load_end_ahead(const int* offs, int m, int g) {
                            : static_cast<int>(ld_relaxed_gpu(reinterpret_cast<const uint32_t*>(offs) + g));
 }
 
-// All threads of the CTA: ends[g] = how many ids are those of groups 0 .. g; 0 up to a multiple of four. `of_chunk`: room for a number for 32 groups. There is
-// no early return: behind one the compiler no longer knew what all lanes of a warp agree on, in all of the kernel, and the
-// producer's copies took twice as long.
+// All threads of the CTA: ends[g] = how many ids are those of groups 0 .. g; 0 up to a multiple of four. `of_chunk`: room for a
+// number for 32 groups. There is no early return: behind one the compiler no longer knew what all lanes of a warp agree on, in all
+// of the kernel, and the producer's copies took twice as long.
 template <int NUM_THREADS>
 __device__ __forceinline__ void count_ids(int* ends, uint32_t* of_chunk, const IdsAhead& ahead, int m,
                                           int num_groups) {
