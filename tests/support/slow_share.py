@@ -26,7 +26,7 @@ TIME_IS_OVER = "slow: the time of this run's share is over"
 
 LONG_CASES = frozenset(Path(__file__).with_name("long_cases.txt").read_text().splitlines()[1:])
 IN_TURNS = frozenset(Path(__file__).with_name("cases_in_turns.txt").read_text().splitlines()[1:])
-TURNS = 6
+TURNS = 8
 OF_ANOTHER_TURN = f"in turns: one in {TURNS} is run for a commit; without --slow-share all are"
 
 
@@ -62,7 +62,7 @@ def draw_of(commit: str, nodeid: str) -> int:
 
 
 def leave_to_other_commits(items: list[pytest.Item], commit: str) -> None:
-    """Skips cases of what is in cases_in_turns.txt, all but every sixth from one that the commit decides."""
+    """Skips cases of what is in cases_in_turns.txt, all but every eighth from one that the commit decides."""
     families: dict[str, list[pytest.Item]] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]

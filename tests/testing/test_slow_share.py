@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support import slow_share
 from support.ragged import ROOT
 from support.slow_share import IN_TURNS, LONG_CASES, OF_ANOTHER_TURN, TIME_IS_OVER, draw_of
 
@@ -137,8 +138,8 @@ def test_a_test_whose_teardown_fails_has_not_passed(repository: Path) -> None:
         assert "1 passed, 1 error" in text
 
 
-CASES = "import pytest\n\n@pytest.mark.parametrize('i', range(7))\ndef test_planted_bug_is_found(i): pass\n"
-TESTS = "".join(f"def test_{i}(): pass\n\n" for i in range(7))
+CASES = "import pytest\n\n@pytest.mark.parametrize('i', range(9))\ndef test_planted_bug_is_found(i): pass\n"
+TESTS = "".join(f"def test_{i}(): pass\n\n" for i in range(9))
 
 
 @pytest.mark.parametrize(
@@ -147,22 +148,40 @@ TESTS = "".join(f"def test_{i}(): pass\n\n" for i in range(7))
     ids=["cases of a test", "tests of a file"],
 )
 def test_cases_in_turns(repository: Path, file: str, text: str) -> None:
-    """One in six with --slow-share, others for another commit; all of them without it, and with --run-slow."""
+    """One in eight with --slow-share, others for another commit; all of them without it, and with --run-slow."""
     (repository / file).parent.mkdir(parents=True)
     (repository / file).write_text(text)
-    seen: set[str] = set()
-    for _ in range(60):
-        commit(repository)
-        outcomes, passed, output = run(repository, "--slow-share", "30", "tests")
-        assert outcomes["passed"] in (1, 2)
-        assert outcomes["passed"] + outcomes["skipped"] == 7
-        assert output.count(OF_ANOTHER_TURN) == 1
-        seen |= set(passed)
-        if len(seen) == 7:
-            break
-    assert len(seen) == 7
+    outcomes, _, output = run(repository, "--slow-share", "30", "tests")
+    assert outcomes["passed"] in (1, 2)
+    assert outcomes["passed"] + outcomes["skipped"] == 9
+    assert output.count(OF_ANOTHER_TURN) == 1
     for options in ([], ["--run-slow"]):
-        assert run(repository, "tests", *options)[0]["passed"] == 7
+        assert run(repository, "tests", *options)[0]["passed"] == 9
+
+
+class Listed:
+    """A test as pytest has it, with what it is marked with."""
+
+    def __init__(self, nodeid: str) -> None:
+        self.nodeid = nodeid
+        self.markers: list[pytest.MarkDecorator] = []
+        self.add_marker = self.markers.append
+
+
+@pytest.mark.parametrize("count", [2, 8, 9])
+@pytest.mark.parametrize("node", ["a.py::test[{}]", "b.py::test_{}"])
+def test_every_case_has_a_turn(node: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 2000 commits each is run, as often as any other, and every commit runs one of eight or of fewer."""
+    monkeypatch.setattr(slow_share, "IN_TURNS", {"a.py::test", "b.py"})
+    turns: Counter[str] = Counter()
+    for number in range(2000):
+        items = [Listed(node.format(i)) for i in range(count)]
+        slow_share.leave_to_other_commits(items, f"{number:040x}")  # type: ignore[arg-type]
+        taken = [item.nodeid for item in items if not item.markers]
+        assert len(taken) in ((1, 2) if count > slow_share.TURNS else (1,))
+        turns.update(taken)
+    assert len(turns) == count
+    assert max(turns.values()) < 1.5 * min(turns.values())
 
 
 @pytest.mark.parametrize("listed", [LONG_CASES, IN_TURNS], ids=["long", "in turns"])
