@@ -44,7 +44,7 @@ torch.testing.assert_close(found, expected, rtol=0.02, atol=0.05)
 
 
 def run(*command: str | Path, cwd: Path, timeout: float = 300, **environment: str) -> str:
-    """What a command prints. RuntimeError with all that it said where it fails."""
+    """The text that a command prints. RuntimeError with all that it said where it fails."""
     unset = ("PYTHONPATH", "PADLESS_CUBINS")
     given = {name: value for name, value in os.environ.items() if name not in unset} | environment
     done = subprocess.run(command, cwd=cwd, env=given, capture_output=True, text=True, timeout=timeout, check=False)

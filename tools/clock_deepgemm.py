@@ -98,7 +98,7 @@ class Point:
 
     @property
     def config(self) -> Config:
-        """What its host code takes."""
+        """The configuration that its host code takes."""
         grouped = len(self.sizes) > 1
         return select_config(sum(ceil_div(s, PADDING) * PADDING for s in self.sizes), self.n, self.k, grouped)
 

@@ -40,7 +40,7 @@ class Tables:
 
 
 def code_of(source: str) -> str:
-    """What a file's Python does: without comments, docstrings and the places of its lines."""
+    """A file's Python without comments, docstrings and the places of its lines."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:

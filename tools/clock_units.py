@@ -33,7 +33,7 @@ def read_record(path: Path) -> list[Record]:
 
 
 def probe_of(record: Record) -> Probe:
-    """What was run."""
+    """The program that a record is of."""
     return Probe(**{field: record[field] for field in FIELDS if field in record})
 
 

@@ -35,7 +35,7 @@ SIZE = ModelSize(layers=1, hidden=128, heads=2, experts=4, top_k=2, intermediate
 
 @dataclass(frozen=True)
 class Limits:
-    """What every expert's gradient of either weight keeps to.
+    """The bounds of every expert's gradient of either weight.
 
     db: the least signal over error. factor: the most that the factor along the exact gradient may differ from 1.
     """
@@ -150,7 +150,7 @@ class Compared:
 
     @property
     def off(self) -> float:
-        """What the factor along the exact gradient differs from 1 by, where it does most."""
+        """The largest difference from 1 of the factor along the exact gradient."""
         return float((self.sums[2] / self.sums[0] - 1).abs().max())
 
     def within(self, limits: Limits) -> bool:

@@ -38,7 +38,7 @@ class Tenants(Model):
         self.register_buffer("alphabets", torch.stack([torch.arange(NUM_BYTES), turned]))
 
     def loss(self, ids: torch.Tensor, following: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is minimized: SUMMED times the first tenant's loss, and the second's; the mean of both in nats a byte."""
+        """The loss: SUMMED times the first tenant's, and the second's; the mean of both in nats a byte."""
         tenant = torch.arange(ids.shape[0], device=ids.device)[:, None] % TENANTS
         ids, following = self.alphabets[tenant, ids], self.alphabets[tenant, following]
         logits, imbalance = self(ids)

@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def combined(parts: list[dict[str, Any]], commit: str | None = None) -> dict[str, Any]:
-    """What the parts say together. A test that passed in one and failed in another has failed; one that was skipped, or
+    """The parts' outcomes together. A test that passed in one and failed in another has failed; one that was skipped, or
     not reached, in one part and ran in another ran. Raises ValueError for parts of different or of changed files.
     """
     trees = {part["tree"] for part in parts}

@@ -90,7 +90,7 @@ def scaled_grouped_mm(
 
 
 def _named(letter: str, make: Callable[[], BlockScaledTensor]) -> BlockScaledTensor:
-    """What ``make`` makes; errors about its parts name the arguments that they are."""
+    """The result of ``make``; errors about its parts name the arguments that they are."""
     try:
         return make()
     except ValueError as error:

@@ -80,7 +80,7 @@ def record_bytes(s: Settings) -> int:
 
 
 class Route(NamedTuple):
-    """What a plan's transfers need besides. W = R * Tmax records.
+    """The rest that a plan's transfers need. W = R * Tmax records.
 
     handle: DeepEP's. here: (W,) bool, received. sources: (W,) int64, ``source * Tmax + token``, W where not received.
     positions: (C,) int64, the record of each row. order: (W, k) int64, the slots of a token in the order of their ranks.

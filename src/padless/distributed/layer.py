@@ -63,7 +63,7 @@ class QuantizedExperts:
         return quantize(rows, self.format, global_scale=scale, offs=by_group)
 
     def product(self, rows: Rows, offs: torch.Tensor) -> torch.Tensor:
-        """What the experts give for their rows: (C, H) bfloat16."""
+        """The experts' results for their rows: (C, H) bfloat16."""
         hidden = self.first.activated(rows, offs, self.activation, self.format, self.global_scales[1])
         return self.second.product(hidden, offs)
 

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Which rank has which expert.
+    """The experts of every rank.
 
     rank_of: (E,) int32, the rank of every expert.
     local_index: (E,) int32, the place of an expert among this rank's, -1 for experts of other ranks. The experts of a

@@ -17,7 +17,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a token of so many values is sent and how rows are handed over.
+    """The form in which a token of so many values is sent and rows are handed over.
 
     format: a block-scaled format, or torch.bfloat16 or torch.float32 for values as they are.
     hidden: H. scale_major: of FP8_BLOCK's scales. scale_rule: as in `padless.quantize`. lift: a power of two

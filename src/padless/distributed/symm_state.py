@@ -82,7 +82,7 @@ def layout_of(s: Settings) -> Layout:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a rank's kernels work on.
+    """The memory that a rank's kernels work on.
 
     buffer: this rank's, uint8. pointers: (R,) int64 addresses of all ranks' buffers. counters: int32 on the device.
     status: int64, host memory pinned for the device. owner: keeps the mapping alive.

@@ -148,7 +148,7 @@ def check_gate_up(gate_up: str, intermediate: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `experts` does beside its tensors, by the names of its arguments.
+    """The arguments of `experts` beside its tensors, by their names.
 
     ep: the exchange with other ranks' experts; None where all experts are here.
     of_rows: x has a row for every row, sorted by expert: in the places of top_k_index and top_k_weights are offs and the

@@ -209,7 +209,7 @@ def offs_of_columns(offs: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 
 
 def flat_columns(columns: Columns) -> tuple[torch.Tensor | None, ...]:
-    """What autograd saves of an operand along the tokens."""
+    """The tensors that autograd saves of an operand along the tokens."""
     if isinstance(columns, GroupedColumns):
         return columns.data, columns.scale, columns.starts, columns.block_starts
     if isinstance(columns, BlockScaledTensor):

@@ -179,7 +179,7 @@ def _has_bf16_kernels(t: torch.Tensor) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What products of dtype are summed in."""
+    """The type in which products of dtype are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -46,7 +46,7 @@ class Shipped:
 
 
 def shipped() -> Shipped | None:
-    """What is installed; None where nothing is, or where PADLESS_CUBINS=0 asks for none."""
+    """The package that is installed; None where none is, or where PADLESS_CUBINS=0 asks for none."""
     return None if os.environ.get("PADLESS_CUBINS") == "0" else _installed()
 
 

@@ -93,7 +93,7 @@ def prob_of(p: Problem, rank: int) -> torch.Tensor:
 
 
 def combined(p: Problem, outputs: list[torch.Tensor], dtype: torch.dtype, *, weighted: bool) -> list[torch.Tensor]:
-    """What each rank's tokens get, of every rank's rows."""
+    """The sums of each rank's tokens, of every rank's rows."""
     out = [torch.zeros(t.shape, dtype=torch.float32) for t in p.tokens]
     for rank, rows in enumerate(outputs):
         row_of = {slot[1:]: i for i, slot in enumerate(slots_of(p, rank))}

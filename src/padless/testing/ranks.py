@@ -25,7 +25,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a function of `run_ranks` runs. backend: of expert parallelism, "symm" or "collective"."""
+    """The rank that runs a function of `run_ranks`. backend: of expert parallelism, "symm" or "collective"."""
 
     rank: int
     size: int
@@ -48,7 +48,7 @@ class RankPool:
         self.end()
 
     def call(self, function: Callable[..., Any], *arguments: Any, timeout_s: float) -> list[Any]:
-        """What function(Rank, *arguments) returned on each rank.
+        """The results of function(Rank, *arguments) by rank.
 
         function and arguments are pickled, as are results. The result of a rank that raised is a `RankError` with the
         traceback; so is that of one that ended or was killed, timeout_s after the call. Then all ranks are killed, and

@@ -78,7 +78,7 @@ class Model(nn.Module):
         return logits, imbalance
 
     def loss(self, ids: torch.Tensor, following: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is minimized, and its cross entropy alone (nats a byte)."""
+        """The loss, and its cross entropy alone (nats a byte)."""
         logits, imbalance = self(ids)
         entropy = functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
         return entropy + BALANCE * imbalance, entropy.detach()

@@ -95,7 +95,7 @@ class Contender:
         return entropy
 
     def part(self, name: str, t: torch.Tensor) -> torch.Tensor:
-        """What this contender has of a tensor that is like a parameter of all experts."""
+        """This contender's part of a tensor that is like a parameter of all experts."""
         return t if self.ep is None or ".experts." not in name else t[list(self.ep.local_experts)]
 
     @torch.no_grad()

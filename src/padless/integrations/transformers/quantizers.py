@@ -40,7 +40,7 @@ def asks_for_padless(model: nn.Module) -> bool:
 
 
 class TrainsAdapters:
-    """What transformers' Trainer asks a quantizer: trainable are models that `adapt_experts` gave adapters."""
+    """The answer to transformers' Trainer: trainable are models that `adapt_experts` gave adapters."""
 
     has_adapters = False
 

@@ -57,7 +57,7 @@ class Bf16WgradConfig:
 
 @dataclass(frozen=True)
 class Bf16WgradProblem:
-    """What ``select_config`` may look at. The tokens of each group stay on the device, so they are not here."""
+    """Inputs of ``select_config``. The tokens of each group stay on the device, so they are not here."""
 
     n: int
     k: int

@@ -165,7 +165,7 @@ def _cleared_chunk(device: torch.device) -> tuple[torch.Tensor, torch.cuda.Event
 
 
 def scratch_at(device: torch.device, shape: HasHiddenRows, address: int) -> int:
-    """Where the scratch of launches that write to ``address`` is. Raises LookupError where there is no more of it."""
+    """The place of scratch for launches that write to ``address``. Raises LookupError where there is no more."""
     scratch = scratch_for(device, address, shape)
     if scratch is None:
         raise LookupError("all scratch is taken")

@@ -49,7 +49,7 @@ def fits(dh: torch.Tensor, z: torch.Tensor, offs: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Where the results go: codes uint8, scales float32.
+    """Tensors for the results: codes uint8, scales float32.
 
     row_scale: (M, 2 I / 128), strides (1, ld). dz_codes, hidden_codes: (2 I, T') and (I, T'). dz_scale: (S, 2 I);
     hidden_scale: (S, I), or (S, I / 128) of square blocks. sums: (I / 128, M), dprob of each 128 columns, or None.

@@ -32,7 +32,7 @@ class Placed(NamedTuple):
 
 
 def empty(items: int, K: int, rows: int, device: torch.device, tokens: torch.Tensor | None) -> Placed:
-    """What the quantizing kernel fills; tokens: the items of the rows, where they are known."""
+    """Tensors that the quantizing kernel fills; tokens: the items of the rows, where they are known."""
     if tokens is None:
         tokens = torch.empty(rows, dtype=torch.int32, device=device)
     return Placed(

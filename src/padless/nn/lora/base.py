@@ -124,7 +124,7 @@ class AdaptedModule(nn.Module):
         return () if self.active is None else (self.active,)
 
     def _low_rank(self, factors: Factors, groups: torch.Tensor) -> LowRank:
-        """What factors add to rows whose groups (expert, adapter) end at `groups`."""
+        """The sum that factors add to rows whose groups (expert, adapter) end at `groups`."""
         return LowRank(factors, groups, self.dropout if self.training else 0.0)
 
     def _of_names(

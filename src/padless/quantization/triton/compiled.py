@@ -37,7 +37,7 @@ _PARAMETER = re.compile(r"\.param\s+\.[a-z]+(\d+)")
 
 @dataclass(frozen=True)
 class Description:
-    """What a launch needs to know of a compiled kernel.
+    """The facts of a compiled kernel that a launch needs.
 
     kinds: of the first arguments, "constexpr" where they are compiled in. sizes: bytes of the kernel's parameters, those
     for addresses of scratch memory, which it does not have, at the end.

@@ -65,7 +65,7 @@ def _by_triton(compiled: Any, constants: tuple[Any, ...], programs: int, argumen
 
 
 def _facts(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """What a compiled kernel depends on, of each argument."""
+    """The facts of each argument that a compiled kernel depends on."""
     known = _SPECIALIZED.get(id(kernel))
     if known is None:
         known = (kernel, tuple(not p.do_not_specialize for p in kernel.params))

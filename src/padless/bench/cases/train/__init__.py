@@ -60,7 +60,7 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, call: Call) -> Call:
-        """What replays the call, which ran before."""
+        """The call's replay; it ran before."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -107,7 +107,7 @@ def complaint(step: Step, found: dict[str, float]) -> str:
 
 
 def saved_bytes(step: Step) -> int | None:
-    """What the forward pass keeps for the backward pass besides inputs, weights and codes; None without a GPU."""
+    """Bytes that the forward pass keeps for the backward pass besides inputs, weights and codes; None without a GPU."""
     if step.device.type != "cuda":
         return None
     step.forget()
