@@ -122,17 +122,6 @@ PASSES = {
 LAUNCHES = ("routing", "first product", "second product", "sum")
 _ALL = len(LAUNCHES)  # the number of the launch that is a whole layer
 MOST_CTAS, MOST_STAGES = 256, 16
-# The comment says in PTX which stage it is.
-_CUDA_STAMP = """template <int STAGE>
-__device__ __forceinline__ void stamp() {
-#ifdef STAMPS_AT
-    unsigned long long now;
-    asm volatile("mov.u64 %0, %globaltimer; // stamp %1 %2" : "=l"(now) : "n"(LAUNCH), "n"(STAGE) : "memory");
-    const int cta = LAUNCH * MOST_CTAS + blockIdx.x % MOST_CTAS;
-    reinterpret_cast<volatile unsigned long long*>(STAMPS_AT)[cta * MOST_STAGES + STAGE] = now;
-#endif
-}
-"""
 # A first product has gate and up, wherever a layer does.
 _OF_PRODUCT = """#if EPILOGUE_IS_QUANT
 constexpr int LAUNCH_OF_LAYER = GLU == GLU_NONE ? 2 : 1;
@@ -140,7 +129,7 @@ constexpr int LAUNCH_OF_LAYER = GLU == GLU_NONE ? 2 : 1;
 constexpr int LAUNCH_OF_LAYER = 2;
 #endif
 """
-_TRITON_STAMP = '''
+_TRITON_STAMP = f'''
 import os
 
 _STAMPS_AT: tl.constexpr = tl.constexpr(int(os.environ.get("PADLESS_STAMPS_AT", "0")))
@@ -149,39 +138,42 @@ _STAMPS_AT: tl.constexpr = tl.constexpr(int(os.environ.get("PADLESS_STAMPS_AT", 
 @triton.jit
 def stamp(LAUNCH: tl.constexpr, STAGE: tl.constexpr):
     """Stores the GPU's clock as one stage of a launch."""
-    cta = LAUNCH * MOST_CTAS + tl.program_id(0) % MOST_CTAS
+    cta = LAUNCH * {MOST_CTAS} + tl.program_id(0) % {MOST_CTAS}
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-    at = tl.full((), _STAMPS_AT, tl.int64) + (cta * MOST_STAGES + STAGE) * 8
+    at = tl.full((), _STAMPS_AT, tl.int64) + (cta * {MOST_STAGES} + STAGE) * 8
     tl.store(at.to(tl.pointer_type(tl.int64)), now)
-'''.replace("MOST_CTAS", str(MOST_CTAS)).replace("MOST_STAGES", str(MOST_STAGES))
+'''
 _INNER = "PADLESS_STAMPED"
 _ENTERED_AHEAD_NS = 6000  # before the launch ahead of the layer has ended
 
 
 def cuda_stamp(launch: str) -> str:
-    """Device code of the function that stamps stages of a launch of the layer."""
-    numbers = {"LAUNCH": launch, "MOST_CTAS": str(MOST_CTAS), "MOST_STAGES": str(MOST_STAGES)}
-    text = _CUDA_STAMP
-    for name, number in numbers.items():
-        text = text.replace(name, number)
-    return text
+    """Device code of the function that stamps stages of a launch; a comment says in PTX which stage it is."""
+    return f"""template <int STAGE>
+__device__ __forceinline__ void stamp() {{
+#ifdef STAMPS_AT
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %globaltimer; // stamp %1 %2" : "=l"(now) : "n"({launch}), "n"(STAGE) : "memory");
+    const int cta = {launch} * {MOST_CTAS} + blockIdx.x % {MOST_CTAS};
+    reinterpret_cast<volatile unsigned long long*>(STAMPS_AT)[cta * {MOST_STAGES} + STAGE] = now;
+#endif
+}}
+"""
+
+
+def _insert(root: Path, file: str, line: str, text: str, what: str, *, is_behind: bool = True) -> None:
+    """Puts ``text`` next to the one ``line`` of a file below ``root``."""
+    source = (root / file).read_text()
+    if (count := source.count(line)) != 1:
+        raise ValueError(f"no place for {what}: {file} has {count or 'no'} line {line!r}")
+    (root / file).write_text(source.replace(line, line + text if is_behind else text + line))
 
 
 def _put(root: Path, places: Sequence[Place], stamp: str) -> None:
     """Puts the stamps of a launch into files below ``root``. stamp: a stage's, of its thread and its number."""
     for stage, (name, file, line, is_behind, thread) in enumerate(places):
-        source = (root / file).read_text()
-        if line not in source:
-            raise ValueError(f"no place for the stamp {name!r}: {file} has no line {line!r}")
         text = stamp.format(thread=thread, stage=stage)
-        (root / file).write_text(source.replace(line, line + text if is_behind else text + line, 1))
-
-
-def _define(file: Path, line: str, definition: str) -> None:
-    text = file.read_text()
-    if text.count(line) != 1:
-        raise ValueError(f"{file.name} must have one line {line!r}, found {text.count(line)}")
-    file.write_text(text.replace(line, line + definition))
+        _insert(root, file, line, text, f"the stamp {name!r}", is_behind=is_behind)
 
 
 def with_stamps(package: Path, into: Path) -> Path:
@@ -190,12 +182,14 @@ def with_stamps(package: Path, into: Path) -> Path:
     kernels, launches = copy / "kernels", copy / "quantization" / "triton" / "launches.py"
     for places in (*ONE_LAUNCH.values(), *PRODUCTS.values()):
         _put(kernels, places, "        if ({thread}) stamp<{stage}>();\n")
-    _define(kernels / "sm90_moe_decode" / "common.cuh", "#pragma once\n", cuda_stamp(str(_ALL)))
-    for folder in PRODUCTS:
-        _define(kernels / folder / "load.cuh", "#pragma once\n", _OF_PRODUCT + cuda_stamp("LAUNCH_OF_LAYER"))
+    definitions = dict.fromkeys(PRODUCTS, (f"{_OF_PRODUCT}{cuda_stamp('LAUNCH_OF_LAYER')}", "load.cuh"))
+    definitions["sm90_moe_decode"] = (cuda_stamp(str(_ALL)), "common.cuh")
+    for folder, (definition, file) in definitions.items():
+        _insert(kernels, f"{folder}/{file}", "#pragma once\n", definition, "the function that stamps")
     for launch, places in PASSES.items():
         _put(copy, places, f"\n    stamp({LAUNCHES.index(launch)}, {{stage}})\n")
-        _define(copy / places[0].file, "from padless.quantization.triton.launches import ", "stamp, ")
+        names = "from padless.quantization.triton.launches import "
+        _insert(copy, places[0].file, names, "stamp, ", "the import of stamp")
     launches.write_text(launches.read_text() + _TRITON_STAMP)
     return copy
 

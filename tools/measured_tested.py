@@ -60,7 +60,8 @@ def _fuzz(folder: Path) -> Iterator[tuple[str, ...]]:
         kinds.setdefault(what.replace("problems", "sequences of operations") if are_sequences else what, []).append(run)
     for what, here in kinds.items():
         wrong = sum(len(run["wrong"]) + len(run["ended"]) for run in here)
-        yield what, f"{sum(run['problems'] for run in here):,}, of which {wrong} were wrong", _record(path)
+        said = f"{wrong} {'was' if wrong == 1 else 'were'} wrong"
+        yield what, f"{sum(run['problems'] for run in here):,}, of which {said}", _record(path)
 
 
 def _mutants(folder: Path) -> Iterator[tuple[str, ...]]:

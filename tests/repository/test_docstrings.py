@@ -41,15 +41,11 @@ def python_files() -> list[Path]:
 
 def test_docstrings_begin_with_a_noun_or_a_verb():
     """Of modules, and of the functions and classes of package and tools; those of the emulator are left as they are."""
-    modules, members = [], []
+    found = []
     for path in python_files():
         if EMULATOR not in path.parents:
-            text = path.read_text()
-            modules += (of_module := questions(path, text, members=False))
-            if ROOT / "tests" not in path.parents:
-                members += [place for place in questions(path, text) if place not in of_module]
-    assert not modules, "\n".join(modules)
-    assert not members, "\n".join(members)
+            found += questions(path, path.read_text(), members=ROOT / "tests" not in path.parents)
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(

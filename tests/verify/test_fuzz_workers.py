@@ -97,20 +97,24 @@ def test_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (record["backend"], record["seed"], record["workers"]) == ("reference", 3, 2)
 
 
-def test_the_records_that_were_kept() -> None:
-    records = [json.loads(line) for line in (ROOT / "docs/measured/fuzz.jsonl").read_text().splitlines()]
-    assert records
-    for record in records:
+@pytest.fixture(scope="module")
+def kept() -> list[dict[str, Any]]:
+    """The runs in docs/measured."""
+    return [json.loads(line) for line in (ROOT / "docs/measured/fuzz.jsonl").read_text().splitlines()]
+
+
+def test_the_records_that_were_kept(kept: list[dict[str, Any]]) -> None:
+    assert kept
+    for record in kept:
         assert record["kind"] == "fuzz"
         assert record["problems"] == sum(record["by_call"].values()) > 0
         assert record["ended"] == []
 
 
-def test_what_a_kept_run_called_wrong_is_explained_and_right_today() -> None:
+def test_what_a_kept_run_called_wrong_is_explained_and_right_today(kept: list[dict[str, Any]]) -> None:
     """A wrong result stays in the record; what mended it, or the check, is on the page and holds."""
     page = (ROOT / "docs/fuzz.md").read_text()
-    records = [json.loads(line) for line in (ROOT / "docs/measured/fuzz.jsonl").read_text().splitlines()]
-    wrong = [(record["date"][:10], Problem.parse(one["problem"])) for record in records for one in record["wrong"]]
+    wrong = [(record["date"][:10], Problem.parse(one["problem"])) for record in kept for one in record["wrong"]]
     assert wrong, "the run of 2026-11-29 had one"
     for date, problem in wrong:
         assert f"`{problem.call}` on {date}" in page
