@@ -12,7 +12,9 @@ import io
 import json
 import subprocess
 import tarfile
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from measured_markdown import listed
 from measured_records import FOLDER, newest
@@ -48,26 +50,46 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 
 
-def hashes_in(path: Path) -> dict[str, str] | None:
-    """Those that the record holds itself, of its first run that has some; None where there are none."""
+class Run(NamedTuple):
+    """Hashes of the kernels of one run of a record, which has as many points, as the record holds them."""
+
+    hashes: dict[str, str] | None
+    points: int
+
+
+class Changed(NamedTuple):
+    """Kernels that had other sources when ``points`` of a record's ``of`` points were measured."""
+
+    kernels: list[str]
+    points: int
+    of: int
+
+
+def runs_in(path: Path) -> list[Run]:
+    """The runs of a record: one for each session that points name, or one in all."""
     text = path.read_text()
-    runs = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
-    for run in runs:
-        for place in (run, run.get("machine", {})):
-            if isinstance(found := place.get("kernels"), dict):
-                return found
-    return None
+    rows = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+    points = Counter(row["session"] for row in rows if "session" in row)
+    places = ((row, place) for row in rows for place in (row, row.get("machine", {})))
+    found = [
+        Run(place["kernels"], points[row["id"]] if points else 1)
+        for row, place in places
+        if isinstance(place.get("kernels"), dict) and (not points or row.get("id") in points)
+    ]
+    return found or [Run(None, 1)]
 
 
-def changed_since(folder: Path, now: dict[str, str] | None = None) -> dict[str, list[str]]:
+def changed_since(folder: Path, now: dict[str, str] | None = None) -> dict[str, Changed]:
     """The newest record of each kind in the folder, by its file's name, and the kernels that had other sources then."""
     now = source_digests() if now is None else now
     of_commits = json.loads((folder / OF_COMMITS).read_text()) if (folder / OF_COMMITS).exists() else {}
     found = {}
     for kind, kernels in KERNELS.items():
         if (path := newest(folder, kind)) is not None:
-            then = hashes_in(path) or of_commits.get(path.name, {})
-            found[path.name] = [name for name in kernels if then.get(name) != now[name]]
+            runs = [(run, run.hashes or of_commits.get(path.name, {})) for run in runs_in(path)]
+            old = [run for run, then in runs if any(then.get(name) != now[name] for name in kernels)]
+            changed = [name for name in kernels if any(then.get(name) != now[name] for _, then in runs)]
+            found[path.name] = Changed(changed, sum(run.points for run in old), sum(run.points for run, _ in runs))
     return found
 
 
@@ -76,16 +98,19 @@ def kernels_section(folder: Path) -> list[str]:
     found = changed_since(folder)
     if not found:
         return []
-    old = {name: kernels for name, kernels in found.items() if kernels}
-    same = [f"[{name}]({FOLDER}/{name})" for name, kernels in found.items() if not kernels]
+    old = {name: changed for name, changed in found.items() if changed.kernels}
+    same = [f"[{name}]({FOLDER}/{name})" for name in found if name not in old]
     parts = [
         "**Kernels that were changed after their record**, by hashes of their sources, or that the record did not have "
         "yet: its figures are of the kernel as it was. "
         + (f"All kernels are still those of {listed(same)}." if same else "")
     ]
     if old:
-        rows = [f"| [{name}]({FOLDER}/{name}) | {', '.join(kernels)} |" for name, kernels in old.items()]
-        parts.append("\n".join(["| record | changed since |", "| --- | --- |", *rows]))
+        rows = [
+            f"| [{name}]({FOLDER}/{name}) | {'all' if points == of else f'{points} of {of}'} | {', '.join(kernels)} |"
+            for name, (kernels, points, of) in old.items()
+        ]
+        parts.append("\n".join(["| record | points | changed since |", "| --- | --- | --- |", *rows]))
     return parts
 
 
@@ -106,7 +131,8 @@ def at_commit(path: Path) -> dict[str, str]:
 
 def main() -> None:
     folder = ROOT / FOLDER
-    paths = [path for kind in KERNELS if (path := newest(folder, kind)) is not None and hashes_in(path) is None]
+    every = [path for kind in KERNELS if (path := newest(folder, kind)) is not None]
+    paths = [path for path in every if runs_in(path)[0].hashes is None]
     found = {path.name: at_commit(path) for path in sorted(paths)}
     (folder / OF_COMMITS).write_text(json.dumps(found, indent=1) + "\n")
 

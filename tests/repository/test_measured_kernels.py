@@ -59,15 +59,27 @@ def test_a_kernel_that_changed_or_was_not_there_yet_is_named(tmp_path: Path, kin
         {"kernels": then, "checks": []} if kind == "verify.json" else {"kind": "session", "machine": {"kernels": then}}
     )
     record.write_text(json.dumps(inside) + "\n")
-    assert set(tool.changed_since(tmp_path)[record.name]) == {"sm90_fp8_wgrad", "sm90_bf16_wgrad"}
+    assert set(tool.changed_since(tmp_path)[record.name].kernels) == {"sm90_fp8_wgrad", "sm90_bf16_wgrad"}
     text = "\n".join(tool.kernels_section(tmp_path))
-    assert f"| [{record.name}]({tool.FOLDER}/{record.name}) | " in text
+    assert f"| [{record.name}]({tool.FOLDER}/{record.name}) | all | " in text
 
     record.write_text(json.dumps({"kind": "session", "machine": {}}) + "\n")
-    assert set(tool.changed_since(tmp_path)[record.name]) == set(tool.KERNELS[kind]), "nothing is known of it"
+    assert set(tool.changed_since(tmp_path)[record.name].kernels) == set(tool.KERNELS[kind]), "nothing is known of it"
     (tmp_path / tool.OF_COMMITS).write_text(json.dumps({record.name: now}))
-    assert tool.changed_since(tmp_path)[record.name] == []
+    assert tool.changed_since(tmp_path)[record.name].kernels == []
     assert "All kernels are still those of" in tool.kernels_section(tmp_path)[0]
+
+
+def test_points_of_an_older_run_are_counted(tmp_path: Path) -> None:
+    """A record that was begun with other kernels and ended with today's says how many of its points are older."""
+    now = jit.source_digests()
+    sessions = {"new": now, "old": now | {"sm90_fp8_wgrad": "0"}, "of no point": now | {"sm90_bf16_wgrad": "0"}}
+    rows = [{"kind": "session", "id": id, "machine": {"kernels": hashes}} for id, hashes in sessions.items()]
+    rows += [{"kind": "wgrad", "session": id} for id in ("new", "old", "new", "new", "old")]
+    record = tmp_path / "2031-02-03-h200-wgrad.jsonl"
+    record.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tool.changed_since(tmp_path)[record.name] == (["sm90_fp8_wgrad"], 2, 5)
+    assert f"{record.name}) | 2 of 5 | sm90_fp8_wgrad |" in tool.kernels_section(tmp_path)[1]
 
 
 def test_records_without_hashes_have_those_of_their_commit() -> None:
@@ -75,4 +87,4 @@ def test_records_without_hashes_have_those_of_their_commit() -> None:
     of_commits = json.loads((folder / tool.OF_COMMITS).read_text())
     newest = [path for kind in tool.KERNELS if (path := tool.newest(folder, kind)) is not None]
     assert newest
-    assert {path.name for path in newest if tool.hashes_in(path) is None} <= of_commits.keys(), "run the tool"
+    assert {path.name for path in newest if tool.runs_in(path)[0].hashes is None} <= of_commits.keys(), "run the tool"

@@ -177,6 +177,23 @@ def test_more_work_takes_larger_tiles() -> None:
     assert small.block_m * small.block_n * small.cluster_n < large.block_m * large.block_n * large.cluster_n
 
 
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 64), (2, 128), (3, 64), (4, 64), (5, 64), (6, 128), (16, 128)])
+def test_a_long_k_takes_narrow_tiles_for_a_fuller_last_round(tokens: int, columns: int) -> None:
+    """Mixtral's second product: 8 experts of 32 tiles of 128 columns, for 132 multiprocessors.
+
+    One token has 64 tiles, two 104 on average: one round. Three to five have 140 to 189: a second round that is at most
+    half full. Of 64 columns the last of three or four rounds is nearly full. From six on both leave as much idle.
+    """
+    config = select_config(Problem(2 * tokens, 4096, 14336, 8))
+    assert (config.block_n, config.few_rows) == (columns, False)
+    short = select_config(Problem(2 * tokens, 4096, 7168, 8))
+    assert short.block_n == 128 or tokens == 1, "a tile of a short K ends soon"
+
+
+def test_narrow_tiles_are_for_few_rows() -> None:
+    assert select_config(Problem(8 * 4096, 4096, 14336, 8)).block_n > 64
+
+
 # --- a config of the caller's ------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -133,6 +134,8 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     costs = {tile: cost for tile, cost in costs.items() if tile.block_m * tile.block_n <= most}
     m, n, k = problem.m, problem.n, problem.k
     if has_few_rows(m, problem.num_groups):
+        if _wants_narrow_tiles(problem):
+            return fit_config(Sm90Fp8Config(64, 64), problem)
         costs = {tile: cost for tile, cost in costs.items() if max(tile.block_m, tile.block_n) <= 128}
     tile = best_tile(costs, m, n, k, problem.num_groups, problem.num_sms)
     return Sm90Fp8Config(
@@ -145,6 +148,20 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     )
 
 
+def _wants_narrow_tiles(problem: Problem) -> bool:
+    """Whether tiles of 128 columns leave most of a second round idle, and those of 64 do not: with a long K it lasts.
+
+    By the mean number of groups with a row where each row's group is drawn.
+    """
+    if problem.k < _LONG_K:
+        return False
+    groups = problem.num_groups * (1 - (1 - 1 / problem.num_groups) ** problem.m)
+    of_128, of_64 = (groups * ceil_div(problem.n, columns) / problem.num_sms for columns in (128, 64))
+    return 1 < of_128 < 2 and of_64 / math.ceil(of_64) > _WORTH_NARROW * of_128 / math.ceil(of_128)
+
+
+_LONG_K, _WORTH_NARROW = 8192, 1.15
+
 # CTAs of a cluster wait for each other where a tile begins and ends: with less of K that costs more than sharing rows
 # saves, 9 to 12% with K 512.
 _LEAST_K_OF_PAIRS = 1024
@@ -155,7 +172,7 @@ _SHORTEST_K, _ROWS_OF_192_COLUMNS = 512, 24
 
 # Tokens of a tile with few_rows, and the most rows that a group has on average with it: where groups have more, tiles of
 # tokens on rows are as fast or faster (docs/kernels/sm90_fp8_few).
-QUANTIZED_TOKENS = ((16, 1.5), (32, 8.0), (64, 12.0))  # of a SwiGLU, whose tiles of tokens on rows come in clusters
+QUANTIZED_TOKENS = ((16, 1.5), (32, 8.0), (64, 16.0))  # of a SwiGLU, whose tiles of tokens on rows come in clusters
 _FEWEST = ((16, 1.5), (32, 2.5))
 _PLAIN_TOKENS = {512: _FEWEST, 1024: ((16, 1.5), (32, 5.0), (64, 16.0)), 2048: _FEWEST}  # by the largest K
 _WIDE_TILES = 12  # of 256 columns a multiprocessor; with fewer the last ones cost more than wide ones save
