@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # The emulator's matrix products are small: threads of BLAS would only take turns. Before anything imports numpy.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -80,6 +81,15 @@ def generator() -> torch.Generator:
 def ragged_case(request: pytest.FixtureRequest) -> RaggedCase:
     """Each of RAGGED_CASES in turn."""
     return request.param
+
+
+@pytest.fixture
+def gpu() -> Iterator[Any]:
+    """A GPU that is pretended: a `support.hopper.Gpu`, which notes what is launched."""
+    from support import hopper  # needs Triton
+
+    with hopper.pretended() as found:
+        yield found
 
 
 # --- compiled kernels ------------------------------------------------------------------------------------

@@ -1,17 +1,14 @@
 """Repeated calls of the layer: the launches that a first call would make, whatever changed between the calls.
 
-Everything up to the launches happens as on a GPU (`support.hopper`). What is compared is every byte that the driver is
-given: of a replayed call, and of the same call made from nothing. Where the two differ they must differ as addresses do,
-by one distance for each tensor that the call makes, and no two of these tensors may lie on each other.
+Everything up to the launches happens as on a GPU; `support.replayed_calls` says what is compared.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,158 +16,27 @@ import torch
 
 pytest.importorskip("triton")
 
-from padless import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
-from padless.kernels import launch, remembered, replay
-from padless.kernels.sm90_moe_decode import host
+from padless import MXFP4, BlockScaledTensor
+from padless.kernels import launch, replay
 from padless.layouts import plain_scale
 from padless.moe import Router, moe
-from padless.runtime.driver import CudaLaunch
 from support import hopper
 from support.hopper import Gpu, Launched
 from support.moe_layer_problem import Layer, draw_layer
-
-GPT_OSS = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-LAYERS: dict[str, dict[str, Any]] = {
-    "one token": {"pair": (FP8_BLOCK, None), "tokens": 1, "top_k": 1},
-    "fp8": {"pair": (FP8_BLOCK, None), "shared": True},
-    "one launch": {"pair": (FP8_BLOCK, None), "tokens": 4, "h": 256, "i": 256},
-    "many slots": {"pair": (FP8_BLOCK, None), "tokens": 400, "top_k": 12},
-    "mxfp8": {"pair": (MXFP8, None), "top_k": 4},
-    "mxfp4": {"pair": (MXFP4, None), "gate_up": "interleaved", "h": 512, "i": 512},
-    "gpt-oss": {"pair": (MXFP4, torch.bfloat16), "bias": True, "h": 512, "i": 512, **GPT_OSS},
-    "geglu": {"pair": (FP8_BLOCK, None), "activation": "geglu"},
-}
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with hopper.pretended() as found:
-        yield found
-
-
-def layer_of(name: str, seed: int = 0) -> Layer:
-    layer = draw_layer(seed=seed, **LAYERS[name])
-    if layer.options.get("bias2") is not None:  # other types are converted at every call, which is not replayed
-        layer.options["bias2"] = layer.options["bias2"].float()
-    return layer
-
-
-def with_other_tensors(layer: Layer, seed: int) -> Layer:
-    """Other tokens, ids, weights and shared rows, in other memory; the same experts."""
-    found = layer_of_tokens(layer, seed)
-    shared = layer.options.get("shared")
-    options = layer.options if shared is None else layer.options | {"shared": torch.randn(shared.shape).bfloat16()}
-    return replace(found, options=options)
-
-
-def layer_of_tokens(layer: Layer, seed: int) -> Layer:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(layer.x.shape, generator=g).to(layer.x.dtype)
-    ids = torch.randint(0, 5, layer.ids.shape, generator=g).to(layer.ids.dtype)
-    return replace(layer, x=x, ids=ids, weights=torch.rand(layer.weights.shape, generator=g).to(layer.weights.dtype))
-
-
-# --- calls, and what they launch -------------------------------------------------------------------------
-
-
-@dataclass
-class Call:
-    """What a call launched, and the memory of the tensors that it made, the result's among it."""
-
-    launched: list[Launched]
-    made: list[tuple[int, int]]
-    result: torch.Tensor
-
-
-def called(gpu: Gpu, work: Callable[[], torch.Tensor]) -> Call:
-    made: list[tuple[int, int]] = []
-    kept: list[torch.Tensor] = []
-    empty = torch.empty
-
-    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
-        t = empty(*arguments, **options)
-        made.append((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()))
-        kept.append(t)
-        return t
-
-    gpu.launched = []
-    torch.empty = noted  # type: ignore[assignment]
-    try:
-        result = work()
-    finally:
-        torch.empty = empty  # type: ignore[assignment]
-    return Call(gpu.launched, made, result)
-
-
-def from_nothing(gpu: Gpu, work: Callable[[], torch.Tensor]) -> Call:
-    """The call with nothing remembered but Triton's compiled kernels."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remembered, "_KNOWN", {})
-        patch.setattr(replay, "_REPLAYS", {})
-        return called(gpu, work)
-
-
-def words(argument: bytes) -> list[int]:
-    return [int.from_bytes(argument[i : i + 8], "little") for i in range(0, len(argument), 8)]
-
-
-def differences(first: Call, again: Call, is_counter: Callable[[Launched, int], bool]) -> list[str]:
-    """How ``again`` launches something else than ``first``."""
-    found: list[str] = []
-    if len(first.launched) != len(again.launched):
-        return [f"{len(again.launched)} launches and not {len(first.launched)}"]
-    distances: dict[int, int] = {}  # by the tensor that the first call made
-
-    def tensor_at(address: int) -> int | None:
-        return next((i for i, (start, end) in enumerate(first.made) if start <= address < end), None)
-
-    for number, (one, other) in enumerate(zip(first.launched, again.launched, strict=True)):
-        names = ("kernel", "grid", "block", "shared_bytes", "stream", "attributes")
-        found += [f"launch {number} has another {name}" for name in names if getattr(one, name) != getattr(other, name)]
-        for at, (old, new) in enumerate(zip(one.arguments, other.arguments, strict=True)):
-            if len(old) != len(new):
-                return [*found, f"launch {number}: argument {at} has another size"]
-            if is_counter(one, at):
-                continue
-            for word, (a, b) in enumerate(zip(words(old), words(new), strict=True)):
-                made = tensor_at(a)
-                if made is None and a != b:
-                    found.append(f"launch {number}: argument {at}, word {word} is {b:#x} and not {a:#x}")
-                elif made is not None and distances.setdefault(made, b - a) != b - a:
-                    found.append(f"launch {number}: argument {at}, word {word} is in another place than before")
-    there = sorted((first.made[i][0] + d, first.made[i][1] + d, i) for i, d in distances.items())
-    for (_, end, one_made), (start, _, other_made) in pairwise(there):
-        if start < end:
-            found.append(f"tensors {one_made} and {other_made} lie on each other")
-    for start, end, i in there:
-        if not any(a <= start and end <= b for a, b in again.made):
-            found.append(f"tensor {i} lies in no memory of the call")
-    result = tensor_at(first.result.data_ptr())
-    if result is None or first.result.data_ptr() + distances.get(result, 0) != again.result.data_ptr():
-        found.append("the result is another tensor")
-    if facts(first.result) != facts(again.result):
-        found.append(f"the result is {facts(again.result)} and not {facts(first.result)}")
-    return found
-
-
-def facts(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.requires_grad, t.is_inference()
-
-
-def counters_of(gpu: Gpu) -> Callable[[Launched, int], bool]:
-    return lambda one, at: (one.kernel, at) in gpu.counters
-
-
-def compared(gpu: Gpu, work: Callable[[], torch.Tensor]) -> list[str]:
-    """How the next call of what may be remembered differs from one from nothing; counters are looked at apart."""
-    again = called(gpu, work)
-    return differences(from_nothing(gpu, work), again, counters_of(gpu))
-
-
-def is_replayed(gpu: Gpu, work: Callable[[], torch.Tensor]) -> bool:
-    """Whether a call makes its result and one more tensor."""
-    return len(called(gpu, work).made) == 2
-
+from support.replayed_calls import (
+    CHANGES,
+    LAYERS,
+    called,
+    compared,
+    counters_of,
+    differences,
+    from_nothing,
+    is_replayed,
+    layer_of,
+    layer_of_tokens,
+    with_other_tensors,
+    words,
+)
 
 # --- the same launches -----------------------------------------------------------------------------------
 
@@ -215,64 +81,6 @@ def test_counters_are_those_of_the_written_addresses(gpu: Gpu) -> None:
         taken = [dict(map(reversed, found.items())) for found in launch._COUNTERS.values()]
         for number, start in numbers.items():
             assert any(start <= found.get(number, -1) < start + (1 << 24) for found in taken)
-
-
-# --- what changes between calls --------------------------------------------------------------------------
-
-
-def shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
-    """The same values, so many elements behind a multiple of 256 bytes."""
-    memory = torch.empty(t.numel() + 512, dtype=t.dtype)
-    start = -memory.data_ptr() % 256 // t.element_size() + elements
-    there = memory[start : start + t.numel()].view(t.shape)
-    return there.copy_(t)
-
-
-def wide(t: torch.Tensor) -> torch.Tensor:
-    memory = torch.empty((t.shape[0], t.shape[1] + 32), dtype=t.dtype)
-    return memory[:, : t.shape[1]].copy_(t)
-
-
-def moved_weights(w: BlockScaledTensor, part: str) -> BlockScaledTensor:
-    return replace(w, **{part: getattr(w, part).view(torch.uint8).clone().view(getattr(w, part).dtype)})
-
-
-def in_place(layer: Layer) -> Layer:
-    """The same objects over other memory."""
-    layer.w13.data.set_(layer.w13.data.view(torch.uint8).clone().view(layer.w13.data.dtype))
-    return layer
-
-
-CHANGES: dict[str, Callable[[Layer], Layer]] = {
-    "nothing": lambda a: a,
-    "other tokens": lambda a: with_other_tensors(a, 9),
-    "fewer tokens": lambda a: replace(
-        a.only(torch.arange(4)), options=a.options | {"shared": a.options["shared"][:4].clone()}
-    ),
-    "no token": lambda a: replace(a.only(torch.arange(0)), options=a.options | {"shared": a.options["shared"][:0]}),
-    "x between multiples of 16 bytes": lambda a: replace(a, x=shifted(a.x, 4)),
-    "x at a multiple of 16 bytes": lambda a: replace(a, x=shifted(a.x, 8)),
-    "x with wide rows": lambda a: replace(a, x=wide(a.x)),
-    "x in float32": lambda a: replace(a, x=a.x.float()),
-    "int32 ids": lambda a: replace(a, ids=a.ids.int()),
-    "bfloat16 weights": lambda a: replace(a, weights=a.weights.bfloat16()),
-    "weights at an odd address": lambda a: replace(a, weights=shifted(a.weights, 1)),
-    "no shared rows": lambda a: replace(a, options=a.options | {"shared": None}),
-    "shared rows are x": lambda a: replace(a, options=a.options | {"shared": a.x}),
-    "shared rows in float32": lambda a: replace(a, options=a.options | {"shared": a.options["shared"].float()}),
-    "weights w13 elsewhere": lambda a: replace(a, w13=moved_weights(a.w13, "data")),
-    "scales of w13 elsewhere": lambda a: replace(a, w13=moved_weights(a.w13, "scale")),
-    "weights w2 elsewhere": lambda a: replace(a, w2=moved_weights(a.w2, "data")),
-    "scales of w2 elsewhere": lambda a: replace(a, w2=moved_weights(a.w2, "scale")),
-    "other memory in place": in_place,
-    "the first experts alone": lambda a: replace(a, w13=a.w13[:3], w2=a.w2[:3]),
-    "an interleaved gate": lambda a: replace(a, options=a.options | {"gate_up": "interleaved"}),
-    "a limit": lambda a: replace(a, options=a.options | {"limit": 3.0}),
-    "an offset": lambda a: replace(a, options=a.options | {"up_offset": 1.0}),
-    "float32 out": lambda a: replace(a, options=a.options | {"out_dtype": torch.float32}),
-    "bias": lambda a: replace(a, options=a.options | {"bias2": torch.randn(5, 160)}),
-    "number of experts": lambda a: replace(a, options=a.options | {"num_experts": 5}),
-}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -480,103 +288,3 @@ def test_no_tensor_is_kept_alive(gpu: Gpu) -> None:
     del layer, out
     gc.collect()
     assert [watch() for watch in watched] == [None] * len(watched)
-
-
-# --- planted: the comparison sees what is wrong ----------------------------------------------------------
-
-
-def test_a_word_that_is_not_patched_is_seen(gpu: Gpu) -> None:
-    layer = layer_of("fp8")
-    kept = [layer.run(moe) for _ in range(3)]  # so that results lie elsewhere than those that were recorded
-    (known,) = (v for v in replay._REPLAYS.values() if v is not None)
-    patches = list(known.patches)
-    for i in range(len(patches)):
-        known.patches, known._idle = patches[:i] + patches[i + 1 :], []
-        other = with_other_tensors(layer, 100 + i)
-        kept.append(other.run(moe))
-        assert compared(gpu, lambda other=other: other.run(moe)) != [], patches[i]
-    known.patches, known._idle = patches, []
-    assert compared(gpu, lambda: layer.run(moe)) == []
-
-
-@pytest.mark.parametrize("fact", ["alignment", "strides", "dtype", "device", "address of weights", "shape", "options"])
-def test_a_fact_that_is_forgotten_is_seen(gpu: Gpu, fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, place = replay.facts_of, {"alignment": 0, "shape": 1, "strides": 2, "dtype": 3, "device": 4}
-
-    def forgetful(options: Any, moving: Any, pinned: Any) -> Any:
-        found = right(() if fact == "options" else options, moving, pinned)
-        if found is None or fact == "options":
-            return found
-        return tuple(
-            one
-            if not isinstance(one, tuple) or (fact == "address of weights" and i >= len(found) - len(moving))
-            else one[1:]
-            if fact == "address of weights"
-            else one[: place[fact]] + one[place[fact] + 1 :]
-            for i, one in enumerate(found)
-        )
-
-    monkeypatch.setattr(replay, "facts_of", forgetful)
-    layer = layer_of("fp8")
-    for _ in range(3):
-        layer.run(moe)
-    found = []
-    for change in ("x between multiples of 16 bytes", "x with wide rows", "int32 ids", "fewer tokens",
-                   "weights w2 elsewhere", "float32 out", "an offset"):  # fmt: skip
-        other = CHANGES[change](layer)
-        found += compared(gpu, lambda other=other: other.run(moe))
-    gpu.index = 1
-    found += compared(gpu, lambda: layer.run(moe))
-    assert found != []
-
-
-def test_a_launch_of_tritons_own_is_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    from padless.quantization.triton import launches
-
-    monkeypatch.setattr(launches.Description, "of", lambda *arguments: None)
-    layer = layer_of("fp8")
-    for _ in range(4):
-        layer.run(moe)
-    assert not is_replayed(gpu, lambda: layer.run(moe))
-    assert gpu.by_triton >= 10
-
-
-def test_words_that_do_not_follow_an_address_are_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor maps that a driver would encode otherwise."""
-    encode = gpu.encode
-
-    def scrambled(me: Any, spec: Any) -> bytes:
-        right = encode(me, spec)
-        return (int.from_bytes(right[:8], "little") ^ 0x5A5A00).to_bytes(8, "little") + right[8:]
-
-    monkeypatch.setattr(gpu, "encode", scrambled)
-    layer = layer_of("fp8")
-    for _ in range(4):
-        layer.run(moe)
-    assert not is_replayed(gpu, lambda: layer.run(moe))
-
-
-def test_a_kernel_that_depends_on_the_address_is_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = CudaLaunch.kernel.fget  # type: ignore[attr-defined]
-    where = property(lambda launch: (*right(launch), launch.words[0] // 4096 % 7))
-    monkeypatch.setattr(CudaLaunch, "kernel", where)
-    layer = layer_of("fp8")
-    for _ in range(4):
-        layer.run(moe)
-    assert not is_replayed(gpu, lambda: layer.run(moe))
-
-
-def test_a_layer_in_one_launch_whose_scratch_has_run_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replay cannot be made for a new result: it is made of several launches then, and recorded as those."""
-    layer = layer_of("one launch")
-    kept = [layer.run(moe) for _ in range(3)]
-    one = called(gpu, lambda: layer.run(moe))
-    assert [len(one.launched), len(one.made)] == [1, 2]
-    monkeypatch.setattr(host, "_MOST_CHUNKS", 0)
-    monkeypatch.setattr(host, "_CHUNKS", {})
-    monkeypatch.setattr(host, "_USED", {})
-    monkeypatch.setattr(host, "_SCRATCH", {})
-    monkeypatch.setattr(host, "_FULL", set())
-    kept += [layer.run(moe) for _ in range(4)]
-    several = called(gpu, lambda: layer.run(moe))
-    assert [len(several.launched), len(several.made)] == [4, 2]

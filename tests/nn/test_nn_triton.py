@@ -41,7 +41,7 @@ def test_on_the_gpu(name: str) -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
     """Every kernel replaced by its emulated machine code, with the hardware's arithmetic."""
     from padless.moe.triton import quantize_rows, slots
-    from padless.nn.triton import activation, dequantize, looked_up, low_rank, rows, swiglu
+    from padless.nn.triton import activation, dequantize, looked_up, low_rank_kernels, rows, swiglu
     from padless.quantization.triton import casts, fp8_block
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
@@ -52,12 +52,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[EmulatedKernel]:
         (rows, "_moved"),
         (activation, "_activation_gradient"),
         (dequantize, "_dequantize"),
-        (low_rank, "_down"),
-        (low_rank, "_up"),
-        (low_rank, "_up_activated"),
+        (low_rank_kernels, "down"),
+        (low_rank_kernels, "up"),
+        (low_rank_kernels, "up_activated"),
         (looked_up, "_combine"),
         (quantize_rows, "_quantize_rows"),
-        (low_rank, "_pairs"),
+        (low_rank_kernels, "pairs"),
         (slots, "_slots_to_rows"),
         (slots, "_rows_to_slots"),
         (swiglu, "_swiglu_backward"),

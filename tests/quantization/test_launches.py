@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from padless.quantization.triton import launches  # noqa: E402
 from padless.quantization.triton.compiled import Description  # noqa: E402
-from support import hopper  # noqa: E402
 from support.hopper import Gpu  # noqa: E402
 
 
@@ -28,12 +26,6 @@ def _kernel(x_ptr, bias_ptr, more_ptr, out_ptr, rows, columns, factor, BLOCK: tl
     if more_ptr is not None:
         x *= tl.load(more_ptr + at, mask=at < rows, other=0.0)
     tl.store(out_ptr + at, x.to(OUT), mask=at < rows)
-
-
-@pytest.fixture
-def gpu() -> Iterator[Gpu]:
-    with hopper.pretended() as found:
-        yield found
 
 
 def _tensors(dtype: torch.dtype = torch.float32, offset: int = 0) -> list[torch.Tensor]:

@@ -23,14 +23,11 @@ from padless.nn.triton.low_rank import (
     Given,
     Slots,
     Tiles,
-    factor_of,
     launch_down,
     launch_up_activated,
     launches_of,
-    of_slot,
-    product,
-    stored,
 )
+from padless.nn.triton.low_rank_kernels import factor_of, of_slot, product, stored
 from padless.quantization.triton import casts
 from padless.quantization.triton.launches import launch, programmatic, release, wait
 
