@@ -102,7 +102,8 @@ def wgrad_section(found: Measured) -> list[str]:
         failure_sentence(points),
     )
     others = (wgrad.TORCH, wgrad.DEEPGEMM)
-    names = [n for n in dict.fromkeys(n for r in points for n in r["gpu"]) if n not in others]
+    left_out = (*others, *wgrad.FILLS.values())
+    names = [n for n in dict.fromkeys(n for r in points for n in r["gpu"]) if n not in left_out]
     rows = [[name, *(_mean_and_span(points, other, name) for other in others)] for name in names]
     return [text, markdown(table.Table("", table.labels("contender", "torch bf16", "DeepGEMM"), rows))]
 

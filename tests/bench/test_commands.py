@@ -70,7 +70,7 @@ def test_options_reach_the_run(name: str, options: dict[str, Any], grid: str, ru
         ("chain", 36, 6),
         ("formats", 46, 14),
         ("epilogue", 20, 12),
-        ("wgrad", 19, 14),
+        ("wgrad", 21, 16),
         ("layer", 27, 6),
         ("decoding", 70, None),
         ("picks", 400, None),

@@ -70,6 +70,20 @@ def test_every_contender_computes_the_gradient() -> None:
     assert record["bytes"]["padless 1d2d float32 +="] - record["bytes"]["padless 1d2d float32"] == 4 * 4 * 48 * 144
 
 
+def test_what_is_stored_stands_next_to_a_fill_of_the_output() -> None:
+    """The fill is no contender: it is compared with no product, and has neither a table nor a floor."""
+    record = measured()
+    assert {"fill bfloat16", "fill float32"} <= set(record["gpu"])
+    assert not any("fill" in name for name in (*record["bytes"], *record["row_error"], *record["wrong"]))
+    record["floors_us"] = dict.fromkeys(record["bytes"], 11.0)
+    shown = {table.title.partition(": ")[2]: table for table in wgrad.tables([record], {}, 200)}
+    assert not any("fill" in name for name in shown)
+    of_stored = {"padless 1d2d float32": True, "padless bf16 bfloat16": True, "padless 1d2d float32 +=": False}
+    for name, has_fill in of_stored.items():
+        headings = [column.heading for column in shown[name].columns]
+        assert ("fill /" in headings) == has_fill, name
+
+
 def test_both_modes_and_the_rows_hold_the_same_values() -> None:
     operands = make_operands(POINT, 1, "cpu")
     products = [
@@ -133,9 +147,10 @@ def test_one_that_raises_is_named() -> None:
 
 def test_the_grid_is_that_of_the_tables() -> None:
     points, full = grid("quick", 0), grid("full", 0)
-    assert len(set(points)) == 14
-    assert len(set(full)) == 19
-    assert [replace(point, every_tile=False) for point in full[:14]] == points
+    assert len(set(points)) == 16
+    assert len(set(full)) == 21
+    assert [replace(point, every_tile=False) for point in full[:16]] == points
+    assert max(point.groups for point in points) == 512
     assert all(point.every_tile for point in full)
     assert WgradPoint("equal", 32768, 4096, 7168, 32) in points
     for point in points:
@@ -204,6 +219,6 @@ def test_the_command_runs_the_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(commands, "run_case", run)
     result = CliRunner().invoke(cli.app, ["bench", "wgrad", "--full", "--repeats", "3"])
     assert result.exit_code == 0, result.output
-    assert asked == [("wgrad", 19, None, 3)]
+    assert asked == [("wgrad", 21, None, 3)]
     assert [peer.name for peer in resolve_peers(CASES["wgrad"].peers, None)] == ["deepgemm"]
     assert wgrad.TORCH == "torch_bf16"

@@ -10,6 +10,7 @@ Contenders of a point, of which every one multiplies the same values:
     padless bf16 ...                   of bf16 rows, the three outputs
     torch_bf16                         torch._grouped_mm of the same rows, bf16 stored
     deepgemm_k_grouped                 its kernel alone, on groups padded to 128 tokens before, added in float32
+    fill bfloat16, fill float32        the output filled with a number: what writing it takes
 
 Before they are timed every output is poisoned, or cleared where it is added to, and some of its rows are compared with
 float64; what is stored is compared once more after the last timed call. In floors a bf16 operation counts as two, as
@@ -41,6 +42,7 @@ from padless.testing.judge import describe, row_errors, worst
 from padless.testing.timing import Timer
 
 TORCH, DEEPGEMM = "torch_bf16", "deepgemm_k_grouped"
+FILLS = {torch.bfloat16: "fill bfloat16", torch.float32: "fill float32"}
 BF16 = "padless bf16"
 _OUTPUTS = ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))  # type, whether it is added to
 _TOLERANCE = 0.01  # relative error of a row; rounding to bf16 takes 2^-9 of an element, FP8 tensor cores as much
@@ -244,7 +246,8 @@ def measure_wgrad(
             wrong[contender.name] = complaint
         else:
             right.append(contender)
-    times = timer.gpu({contender.name: contender.call for contender in right})
+    fills = {name: partial(outs[dtype].fill_, 1.0) for dtype, name in FILLS.items()}
+    times = timer.gpu({contender.name: contender.call for contender in right} | fills)
     for contender in right:
         if contender.accumulates:
             continue
@@ -265,7 +268,7 @@ def measure_wgrad(
 
 
 def grid(name: str, seed: int) -> list[WgradPoint]:
-    """19 points ("full") or 14."""
+    """21 points ("full") or 16."""
     return wgrad_problem.grid(full=name == "full")
 
 
@@ -292,7 +295,8 @@ _AXES = ("sizes", "M", "groups", "N", "K", "alignment")
 
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A table a contender: time, TFLOP/s, times as fast as the others, share of the floor."""
-    names = list(dict.fromkeys(name for record in records for name in record["gpu"]))
+    every = dict.fromkeys(name for record in records for name in record["gpu"])
+    names = [name for name in every if name not in FILLS.values()]
     return [_table(name, [record for record in records if name in record["gpu"]]) for name in names]
 
 
@@ -302,6 +306,9 @@ def _table(name: str, records: table.Records) -> table.Table:
         table.ratio("DeepGEMM /", DEEPGEMM, name, 2),
         table.Column("floor /", partial(_of_floor, name), 2),
     ]
+    stored = next((fill for dtype, fill in FILLS.items() if f" {str(dtype)[6:]}" in name and "+=" not in name), None)
+    if stored is not None:
+        ratios.insert(0, table.ratio("fill /", stored, name, 2))
     columns = [
         *table.axes(*_AXES),
         table.time(name, "us"),

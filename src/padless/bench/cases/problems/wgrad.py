@@ -51,11 +51,13 @@ EQUAL = (
     equal(64, 1024, 2816, 2048),
     equal(32, 2048, 7168, 2048),
     equal(128, 512, 1536, 2048),
+    equal(512, 160, 1024, 2048),
+    equal(512, 160, 2048, 512),
 )
 
 
 def grid(*, full: bool) -> list[WgradPoint]:
-    """14 points; full, with every tile and with the drawn ones in copies of the closer alignment too, 19."""
+    """16 points; full, with every tile and with the drawn ones in copies of the closer alignment too, 21."""
     if not full:
         return [*DRAWN, *EQUAL]
     closer = [replace(point, alignment=32) for point in DRAWN]
