@@ -14,7 +14,7 @@ import subprocess
 import tarfile
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from measured_markdown import listed
 from measured_records import FOLDER, newest
@@ -70,13 +70,13 @@ def runs_in(path: Path) -> list[Run]:
     text = path.read_text()
     rows = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
     points = Counter(row["session"] for row in rows if "session" in row)
-    places = ((row, place) for row in rows for place in (row, row.get("machine", {})))
-    found = [
-        Run(place["kernels"], points[row["id"]] if points else 1)
-        for row, place in places
-        if isinstance(place.get("kernels"), dict) and (not points or row.get("id") in points)
-    ]
-    return found or [Run(None, 1)]
+    sessions = [row for row in rows if row.get("id") in points] or rows[:1]
+    return [Run(_hashes_of(row), points.get(row.get("id"), 1)) for row in sessions]
+
+
+def _hashes_of(row: dict[str, Any]) -> dict[str, str] | None:
+    places = (row.get("kernels"), row.get("machine", {}).get("kernels"))
+    return next((found for found in places if isinstance(found, dict)), None)
 
 
 def changed_since(folder: Path, now: dict[str, str] | None = None) -> dict[str, Changed]:
@@ -132,7 +132,7 @@ def at_commit(path: Path) -> dict[str, str]:
 def main() -> None:
     folder = ROOT / FOLDER
     every = [path for kind in KERNELS if (path := newest(folder, kind)) is not None]
-    paths = [path for path in every if runs_in(path)[0].hashes is None]
+    paths = [path for path in every if any(run.hashes is None for run in runs_in(path))]
     found = {path.name: at_commit(path) for path in sorted(paths)}
     (folder / OF_COMMITS).write_text(json.dumps(found, indent=1) + "\n")
 

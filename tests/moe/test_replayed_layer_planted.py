@@ -61,14 +61,23 @@ def test_a_fact_that_is_forgotten_is_seen(gpu: Gpu, fact: str, monkeypatch: pyte
     assert found != []
 
 
+def is_ever_replayed(gpu: Gpu) -> bool:
+    """Whether the last of five calls of a layer is."""
+    layer = layer_of("fp8")
+    for _ in range(4):
+        layer.run(moe)
+    return is_replayed(gpu, lambda: layer.run(moe))
+
+
+def test_without_a_fault_calls_are_replayed(gpu: Gpu) -> None:
+    assert is_ever_replayed(gpu)
+
+
 def test_a_launch_of_tritons_own_is_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from padless.quantization.triton import launches
 
     monkeypatch.setattr(launches.Description, "of", lambda *arguments: None)
-    layer = layer_of("fp8")
-    for _ in range(4):
-        layer.run(moe)
-    assert not is_replayed(gpu, lambda: layer.run(moe))
+    assert not is_ever_replayed(gpu)
     assert gpu.by_triton >= 10
 
 
@@ -81,20 +90,14 @@ def test_words_that_do_not_follow_an_address_are_not_replayed(gpu: Gpu, monkeypa
         return (int.from_bytes(right[:8], "little") ^ 0x5A5A00).to_bytes(8, "little") + right[8:]
 
     monkeypatch.setattr(gpu, "encode", scrambled)
-    layer = layer_of("fp8")
-    for _ in range(4):
-        layer.run(moe)
-    assert not is_replayed(gpu, lambda: layer.run(moe))
+    assert not is_ever_replayed(gpu)
 
 
 def test_a_kernel_that_depends_on_the_address_is_not_replayed(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     right = CudaLaunch.kernel.fget  # type: ignore[attr-defined]
     where = property(lambda launch: (*right(launch), launch.words[0] // 4096 % 7))
     monkeypatch.setattr(CudaLaunch, "kernel", where)
-    layer = layer_of("fp8")
-    for _ in range(4):
-        layer.run(moe)
-    assert not is_replayed(gpu, lambda: layer.run(moe))
+    assert not is_ever_replayed(gpu)
 
 
 def test_a_layer_in_one_launch_whose_scratch_has_run_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:

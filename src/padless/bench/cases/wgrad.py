@@ -10,11 +10,11 @@ Contenders of a point, of which every one multiplies the same values:
     padless bf16 ...                   of bf16 rows, the three outputs
     torch_bf16                         torch._grouped_mm of the same rows, bf16 stored
     deepgemm_k_grouped                 its kernel alone, on groups padded to 128 tokens before, added in float32
-    fill bfloat16, fill float32        the output filled with a number: what writing it takes
 
 Before they are timed every output is poisoned, or cleared where it is added to, and some of its rows are compared with
-float64; what is stored is compared once more after the last timed call. In floors a bf16 operation counts as two, as
-the ceiling is that of FP8.
+float64; what is stored is compared once more after the last timed call. `fill bfloat16` and `fill float32` fill the
+output with a number, next to them: what writing it takes. In floors a bf16 operation counts as two, as the ceiling is
+that of FP8.
 """
 
 from __future__ import annotations

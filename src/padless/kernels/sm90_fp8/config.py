@@ -118,9 +118,10 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     """The kernel for a problem: of M, N, K, G, the output dtype and the number of multiprocessors, and the table of
     costs that this process uses (``cost_model.cost_table``).
 
-    Takes the tile with the least estimated time. Where groups have few rows it is the bytes that take time, which nobody
-    estimates: then tiles have at most 128 columns, with which all sizes measured were as fast or up to 3% faster; and
-    where K is short as well, what a tile costs beyond its bytes: ``few_rows_tile``.
+    Takes the tile with the least estimated time. Where groups have few rows it is the bytes that take time, which
+    nobody estimates: then tiles have at most 128 columns (`_wants_narrow_tiles`: 64), with which all sizes measured
+    were as fast or up to 3% faster; and where K is short as well, what a tile costs beyond its bytes:
+    ``few_rows_tile``.
     """
     few = few_rows_tile(problem, next((tokens for k, tokens in _PLAIN_TOKENS.items() if problem.k <= k), ()))
     if few is not None:
@@ -157,9 +158,10 @@ def _wants_narrow_tiles(problem: Problem) -> bool:
         return False
     groups = problem.num_groups * (1 - (1 - 1 / problem.num_groups) ** problem.m)
     of_128, of_64 = (groups * ceil_div(problem.n, columns) / problem.num_sms for columns in (128, 64))
-    return 1 < of_128 < 2 and of_64 / math.ceil(of_64) > _WORTH_NARROW * of_128 / math.ceil(of_128)
+    return 1 < of_128 < 2 and of_64 / math.ceil(of_64) > _WORTH_NARROW * of_128 / 2
 
 
+# The least K, and how much fuller rounds of narrow tiles must be (docs/kernels/sm90_fp8_few/ladder.md).
 _LONG_K, _WORTH_NARROW = 8192, 1.15
 
 # CTAs of a cluster wait for each other where a tile begins and ends: with less of K that costs more than sharing rows
