@@ -49,8 +49,8 @@ AXES = {
 }
 
 # What went wrong in a record, by the number of it: one call of a tile that nothing picks there gave other bits
-# (docs/kernels/sm90_bf16/index.md); DeepGEMM's weight gradient of groups that end on multiples of 32.
-FAILURES = {"2026-11-23-h200-picks.jsonl": 1, "2026-11-28-h200-wgrad.jsonl": 1}
+# (docs/kernels/sm90_bf16/index.md); DeepGEMM's weight gradient of 64 groups of drawn sizes, in some runs.
+FAILURES = {"2026-11-23-h200-picks.jsonl": 1, "2026-11-28-h200-wgrad.jsonl": 1, "2026-11-29-h200-wgrad.jsonl": 1}
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)

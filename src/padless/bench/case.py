@@ -162,7 +162,7 @@ CASES: dict[str, Case] = {
         Case(
             "picks",
             "Picked configurations of Hopper's kernels beside every legal one, on 400 drawn problems.",
-            ("models", "tokens", *RUN, "repeats"),
+            ("models", "tokens", "part", *RUN, "repeats"),
             ("full",),
             "full",
             repeats=5,

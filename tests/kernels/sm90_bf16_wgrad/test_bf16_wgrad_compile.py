@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,12 @@ pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 CONFIGS = [
     Bf16WgradConfig(block_n, block_t, 0, slabs, max_groups=groups, out_dtype=dtype, accumulate=accumulate)
     for (block_n, slabs), (dtype, accumulate), block_t, groups in itertools.product(
-        ((256, 2), (256, 1), (128, 1)),
+        ((256, 2), (256, 1), (128, 2), (128, 1)),
         ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True)),
         BLOCKS_T,
         (256, 1024),
     )
+    if (block_n, slabs, dtype) != (128, 2, torch.bfloat16)
 ]
 
 
@@ -68,14 +70,30 @@ def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.Compil
     return found
 
 
-def is_picked(config: Bf16WgradConfig) -> bool:
-    """Whether ``select_config`` may say so for few groups."""
-    slabs = 2 if config.block_n == 256 and (config.out_dtype == torch.bfloat16 or config.accumulate) else 1
-    return (config.block_t, config.piece_slabs, config.max_groups) == (32, slabs, 256)
+def problem(**fields: object) -> Bf16WgradProblem:
+    given = {"n": 4096, "k": 7168, "tokens": 32768, "num_groups": 32, "out_dtype": torch.bfloat16}
+    return Bf16WgradProblem(**{**given, **fields})  # type: ignore[arg-type]
+
+
+OUTPUTS = ((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))
+SIZES = (64, 160, 256, 512, 1024, 4096)  # tokens of a group
+PICKED = {
+    select_config(problem(n=n, k=k, tokens=groups * size, num_groups=groups, out_dtype=dtype, accumulate=adds))
+    for n, k, groups in ((4096, 7168, 32), (1024, 1024, 2), (1024, 2048, 512))
+    for size in SIZES
+    for dtype, adds in OUTPUTS
+}
+# Whatever the bands of the order, which are no more than a number in the code.
+EVERY_TIME = {replace(config, raster_m=8) for config in PICKED if config.max_groups == 256}
+
+
+def test_what_is_picked_is_compiled_every_time() -> None:
+    assert {replace(config, raster_m=8, max_groups=256) for config in PICKED} == EVERY_TIME
+    assert set(CONFIGS) > EVERY_TIME
 
 
 @pytest.mark.parametrize(
-    "config", [pytest.param(c, id=name_of(c), marks=() if is_picked(c) else pytest.mark.slow) for c in CONFIGS]
+    "config", [pytest.param(c, id=name_of(c), marks=() if c in EVERY_TIME else pytest.mark.slow) for c in CONFIGS]
 )
 def test_a_kernel_compiles_into_what_it_should(config: Bf16WgradConfig, tmp_path: Path) -> None:
     kernel = jit.compile_kernel(KERNEL, config.prelude(), "sm_90a")
@@ -99,20 +117,26 @@ def test_a_fence_left_out_is_put_in_by_the_compiler(monkeypatch: pytest.MonkeyPa
 # --- the choice --------------------------------------------------------------------------------------------
 
 
-def problem(**fields: object) -> Bf16WgradProblem:
-    given = {"n": 4096, "k": 7168, "tokens": 32768, "num_groups": 32, "out_dtype": torch.bfloat16}
-    return Bf16WgradProblem(**{**given, **fields})  # type: ignore[arg-type]
-
-
 def test_the_larger_tile_where_there_is_work_for_it() -> None:
     assert select_config(problem()) == Bf16WgradConfig(piece_slabs=2)
-    assert select_config(problem(out_dtype=torch.float32)) == Bf16WgradConfig(out_dtype=torch.float32)
-    adds = problem(out_dtype=torch.float32, accumulate=True)
-    assert select_config(adds) == Bf16WgradConfig(piece_slabs=2, out_dtype=torch.float32, accumulate=True)
     assert select_config(problem(num_groups=1024)).max_groups == 1024
     few = problem(n=1024, k=1024, num_groups=2)  # 64 tiles of 256 columns, 128 of 128
     assert tiles_of(few, 256) == 64
     assert select_config(few) == Bf16WgradConfig(block_n=128)
+
+
+def test_tiles_and_pieces_of_float32_by_tokens_of_a_group() -> None:
+    def chosen(**fields: object) -> list[tuple[int, int]]:
+        given = (problem(tokens=32 * size, out_dtype=torch.float32, **fields) for size in SIZES)
+        return [(config.block_n, config.piece_slabs) for config in map(select_config, given)]
+
+    assert chosen() == [(128, 2), (128, 2), (256, 1), (256, 1), (256, 2), (256, 2)]
+    assert chosen(accumulate=True) == [(128, 2)] * 4 + [(256, 2)] * 2
+
+
+def test_low_bands_where_the_rows_of_x_stay_in_l2() -> None:
+    assert [select_config(problem(tokens=32 * size)).raster_m for size in SIZES] == [2, 2, 2, 2, 8, 8]
+    assert [select_config(problem(tokens=32 * size, k=2048)).raster_m for size in SIZES] == [2, 2, 2, 2, 2, 8]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
 from padless.kernels.config import cpp_constants, fields_of, requirement_of, room_for_groups
-from padless.kernels.wgrad import check_gradient_fields
+from padless.kernels.wgrad import band_height, check_gradient_fields
 
 BLOCK_M = 128  # rows of a tile, 64 to a consumer warpgroup
 BLOCKS_N = (128, 256)
@@ -87,19 +87,27 @@ def estimated_cycles(problem: Bf16WgradProblem, block_n: int) -> float:
     return rounds * (blocks * _BLOCK_CYCLES[block_n] + output)
 
 
-_FEW = 768  # tokens a group; with fewer, adding is bound by bytes, and smaller tiles are 2 to 7% faster
+# Tokens a group. Up to so many bytes bind what is added and what is stored as float32, and smaller tiles are faster.
+_FEW_ADDED, _FEW_STORED, _LONG = 768, 192, 1024
 
 
 def select_config(problem: Bf16WgradProblem) -> Bf16WgradConfig:
     """The kernel for a problem: the tile with the least estimated time, the larger of equals; the smaller one where few
-    tokens are added."""
-    is_short = problem.accumulate and problem.tokens < _FEW * problem.num_groups
+    tokens make float32."""
+    is_float = problem.out_dtype == torch.float32
+
+    def has_fewer_than(tokens: int) -> bool:
+        return problem.tokens < tokens * problem.num_groups
+
+    is_short = is_float and has_fewer_than(_FEW_ADDED if problem.accumulate else _FEW_STORED)
     allowed = [128] if is_short else sorted(BLOCKS_N, reverse=True)
     block_n = min(allowed, key=lambda block_n: estimated_cycles(problem, block_n))
-    # Two columns of 128 bytes to a buffer cost stages of the ring: measured, that pays for bfloat16 and where old values
-    # are added to, and makes no difference for float32 that is stored.
-    slabs = 2 if problem.accumulate or (problem.out_dtype == torch.bfloat16 and block_n == 256) else 1
-    config = Bf16WgradConfig(block_n=block_n, piece_slabs=slabs, out_dtype=problem.out_dtype)
+    # Two columns of 128 bytes to a buffer cost stages of the ring. Measured, that does not pay for float32 that is
+    # stored where products and bytes take about as long as each other.
+    is_between = not problem.accumulate and not is_short and has_fewer_than(_LONG)
+    slabs = 1 if (is_between if is_float else block_n == 128) else 2
+    band = band_height(problem.tokens, problem.num_groups, problem.k, 2)
+    config = Bf16WgradConfig(block_n=block_n, piece_slabs=slabs, raster_m=band, out_dtype=problem.out_dtype)
     return fit_config(config, problem)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from padless.formats import OUT_DTYPES, ceil_div
 from padless.kernels.config import MANY_GROUPS, cpp_constants, fields_of, requirement_of, room_for_groups
-from padless.kernels.wgrad import check_gradient_fields
+from padless.kernels.wgrad import band_height, check_gradient_fields
 
 BLOCK_N = 128  # columns of a tile, and tokens of a block
 MODES = ("1d2d", "1d1d")
@@ -97,7 +97,7 @@ _OUTPUT_CYCLES_PER_BYTE = 2 / 128
 # What a tile that is added to takes beside its blocks, measured.
 _ADDING_CYCLES = {"1d2d": {256: 9900, 128: 4700}, "1d1d": {256: 5100, 128: 3050}}
 # Tokens a group. From LONG on, what CTAs of a cluster wait for each other is less than what they save, and adding is not
-# bound by bytes; from LONGER on they save more in 1d2d that adds, too. Below FEW bytes bind what stores float32.
+# bound by bytes; below LONGER TMA adds less of a tile in 1d2d. Below FEW bytes bind what stores float32.
 _FEW, _LONG, _LONGER = 448, 1024, 2048
 
 
@@ -114,17 +114,25 @@ def estimated_cycles(problem: WgradProblem, block_m: int) -> float:
 def select_config(problem: WgradProblem) -> WgradConfig:
     """The kernel for a problem: the tile of least estimated time, the larger of equals; for few tokens the smaller."""
     allowed = sorted(blocks_m(problem.mode, problem.out_dtype, problem.accumulate), reverse=True)
-    enough = _LONGER if problem.accumulate and problem.mode == "1d2d" else _LONG
-    is_long = problem.tokens >= enough * problem.num_groups
+    is_long = problem.tokens >= _LONG * problem.num_groups
+    is_longer = problem.mode == "1d1d" or problem.tokens >= _LONGER * problem.num_groups
     is_float = problem.out_dtype == torch.float32
     is_short = is_float and problem.tokens < _FEW * problem.num_groups
     if (problem.accumulate and not is_long) or is_short or problem.num_groups > MANY_GROUPS:
         allowed = [128]  # 256 rows and a large table of groups leave two stages
     block_m = min(allowed, key=lambda block_m: estimated_cycles(problem, block_m))
-    reduced = block_m // 128 if problem.accumulate else 0
+    reduced = (block_m // 128 if is_longer else 1) if problem.accumulate else 0
     fits = ceil_div(problem.k, BLOCK_N) % 2 == 0 and problem.num_sms > 1  # else a CTA has a tile without columns
     in_pairs = is_long and fits and block_m == 256
-    tile = WgradConfig(block_m, 0, 1 + in_pairs, 8, problem.mode, 256, problem.out_dtype, problem.accumulate, reduced)
+    tile = WgradConfig(
+        block_m,
+        cluster_n=1 + in_pairs,
+        raster_m=band_height(problem.tokens, problem.num_groups, problem.k, 1),
+        mode=problem.mode,
+        out_dtype=problem.out_dtype,
+        accumulate=problem.accumulate,
+        reduced_pieces=reduced,
+    )
     return fit_config(tile, problem)
 
 

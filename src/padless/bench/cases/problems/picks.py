@@ -59,8 +59,8 @@ AXES: dict[type[Any], dict[str, tuple[int, ...]]] = {
     },
     Bf16PlainConfig: {"block_n": (128, 256), "piece_slabs": (1, 2), "raster_m": (8, 16)},
     Sm90Mxfp8Config: {"block_m": (64, 128), "block_n": (64, 128)},
-    WgradConfig: {"block_m": (128, 256), "cluster_n": (1, 2), "reduced_pieces": (0, 1, 2, 3)},
-    Bf16WgradConfig: {"block_n": (128, 256), "block_t": (32, 64), "piece_slabs": (1, 2)},
+    WgradConfig: {"block_m": (128, 256), "cluster_n": (1, 2), "raster_m": (2, 8), "reduced_pieces": (0, 1, 2, 3)},
+    Bf16WgradConfig: {"block_n": (128, 256), "block_t": (32, 64), "piece_slabs": (1, 2), "raster_m": (2, 8)},
 }
 
 
@@ -113,6 +113,11 @@ class PicksPoint:
     groups: int
     top_k: int
     draw: int
+
+    @property
+    def part(self) -> str:
+        """Of the benchmark, which can be run by itself."""
+        return self.kind
 
 
 def grid(seed: int) -> list[PicksPoint]:
