@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _PARTS = ("data", "scale", "global_scale")  # of a BlockScaledTensor
 
@@ -128,7 +129,7 @@ def check_readable(**arguments: object) -> None:
 
 
 def refuse_gradients(**arguments: object) -> None:
-    """Raises ValueError for an argument that requires grad, unless grad mode is off.
+    """Raises ValueError for an argument that requires grad, unless grad mode is off, and for one with a tangent.
 
     arguments: by the names that the caller knows them by: tensors, `padless.BlockScaledTensor`s, sequences of either.
         Anything else is passed over.
@@ -136,6 +137,13 @@ def refuse_gradients(**arguments: object) -> None:
     if torch.is_grad_enabled():
         for name, value in arguments.items():
             _refuse(name, value)
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                raise ValueError(
+                    f"{name} has a tangent of torch.autograd.forward_ad, which this call would lose; padless computes "
+                    "no derivatives in forward mode: use torch.autograd with padless.nn or padless.autograd"
+                )
 
 
 def detached(name: str, tensor: torch.Tensor) -> torch.Tensor:

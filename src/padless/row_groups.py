@@ -24,27 +24,28 @@ SCALE_BLOCK = 128  # tokens that share a scale, counted from the group's start
 class RowGroups:
     """The groups that (G,) cumulative END offsets gave when this was made.
 
-    offs: the tensor itself, held so that no other one can take its memory.
+    offs: the tensor itself. Its memory is held too, so that no other tensor can take it where ``offs.data`` is assigned.
 
     On a CPU the values are remembered and compared. On a GPU nothing waits for them: there the tensor counts, by its
     memory and by the number of times that torch wrote to it.
     """
 
-    __slots__ = ("_ends", "_version", "offs")
+    __slots__ = ("_ends", "_memory", "_version", "offs")
 
     def __init__(self, offs: torch.Tensor) -> None:
         self.offs = offs
-        self._version = _version_of(offs)
+        self._memory = offs.detach()
+        self._version = version_of(offs)
         self._ends: list[int] | None = offs.tolist() if offs.is_cpu else None
 
     def is_of(self, offs: torch.Tensor | None) -> bool:
         """Whether ``offs`` is the same tensor, or another one over the same memory, unchanged as far as torch knows."""
-        mine = self.offs
+        mine = self._memory
         if not isinstance(offs, torch.Tensor):  # nor None
             return False
-        if offs is not mine and (offs.data_ptr() != mine.data_ptr() or offs.shape != mine.shape):
+        if offs.data_ptr() != mine.data_ptr() or offs.shape != mine.shape or offs.dtype != mine.dtype:
             return False
-        return offs.dtype == mine.dtype and _version_of(offs) == self._version
+        return (offs.stride() == mine.stride() or offs.numel() < 2) and version_of(offs) == self._version
 
     def check(self, name: str, offs: torch.Tensor | None, rows: int, num_groups: int, whose: str) -> None:
         """Raises ValueError unless the groups of ``offs`` are these; None stands for one group of all rows.
@@ -107,7 +108,7 @@ def clamped_ends(offs: Iterable[int], rows: int) -> list[int]:
     return [min(end, rows) for end in accumulate(offs, max, initial=0)][1:]
 
 
-def _version_of(offs: torch.Tensor) -> int | None:
+def version_of(offs: torch.Tensor) -> int | None:
     """The number of times torch wrote to the tensor; unknown for one that was made in inference mode."""
     return None if offs.is_inference() else offs._version
 
@@ -120,7 +121,12 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 def is_traced(t: torch.Tensor) -> bool:
     """Whether a call with t, and with other tensors made as t was, is being compiled or exported, or t has no values: it
     is fake, or on the meta device."""
-    return torch.compiler.is_compiling() or type(t) not in PLAIN_TENSORS or t.is_meta
+    return torch.compiler.is_compiling() or is_dispatched(t) or t.is_meta
+
+
+def is_dispatched(t: torch.Tensor) -> bool:
+    """Whether t's class sees operators itself, as a fake tensor's does: other subclasses are tensors with values."""
+    return type(t) not in PLAIN_TENSORS and type(t).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def is_readable(t: torch.Tensor) -> bool:

@@ -133,3 +133,17 @@ def test_bad_arguments_are_refused(changed: dict[str, object], message: str) -> 
     x, w, _ = problem()
     with pytest.raises(ValueError, match=message):
         grouped_linear(**({"x": x, "weight": w, "offs": OFFS, "recipe": "fp8"} | changed))
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    """With N = K those of no backward pass would multiply, by the weight that is not transposed."""
+    x, w, offs = normal(8, 64).requires_grad_(), normal(1, 64, 64), padless.group_offsets([8])
+    operands = weight_operands(w, RECIPES["fp8"], backward=False)
+    with pytest.raises(ValueError, match="operands was made with backward=False"):
+        grouped_linear(x, w, offs, "fp8", operands)
+    assert torch.equal(weight_operands(w, "fp8").forward.scale, operands.forward.scale)
+    for recipe in ("bf16", "mxfp8"):
+        with pytest.raises(ValueError, match=r"operands\.forward is FP8_BLOCK and the recipe's"):
+            grouped_linear(x, w, offs, recipe, operands)
+    with torch.no_grad():
+        assert torch.equal(grouped_linear(x, w, offs, "fp8", operands), grouped_linear(x, w, offs, "fp8"))

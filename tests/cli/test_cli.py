@@ -111,6 +111,18 @@ def test_a_value_error_is_one_sentence_and_exit_code_2(main, monkeypatch):
     assert err == "padless: K is 17; it must be a multiple of 16\n"
 
 
+@pytest.mark.parametrize("command", [["demo", "--synthetic"], ["train-demo"], ["verify"], ["fuzz"]], ids=lambda c: c[0])
+def test_a_folder_that_cannot_be_written_to_is_refused_first(main, recorded, tmp_path, command):
+    ran = [recorded("padless.demo.run", "run_demo"), recorded("padless.demo.train.run", "run_train_demo"),
+           recorded("padless.verify.run", "run_verify"), recorded("padless.verify.fuzz.run", "run_fuzz")]  # fmt: skip
+    (tmp_path / "file").touch()
+    code, _, err = main(*command, "--out", str(tmp_path / "file" / "x"))
+    assert code == 2
+    assert err.startswith("padless: --out is ")
+    assert err.count("\n") == 1
+    assert not any(ran)
+
+
 def test_other_errors_keep_their_traceback(main, monkeypatch):
     def fail(**_: object) -> None:
         raise RuntimeError("a defect")

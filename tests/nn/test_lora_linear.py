@@ -133,10 +133,53 @@ def test_refusals() -> None:
     m.active = "other"
     with pytest.raises(ValueError, match="active"):
         m(x, offs)
-    for options, word in (({"rank": 0}, "rank"), ({"adapters": "one"}, "adapters"), ({"dtype": torch.half}, "dtype")):
-        with pytest.raises(ValueError, match=word):
-            made(FP8_BLOCK, None, **options)
+    for word, wrong in {
+        "rank": [0], "adapters": ["one", ("a.b",), ("",), ("keys",), 3], "dtype": [torch.half],
+        "alpha": ["8", None, float("nan")], "dropout": [None, 1.0], "activations": ["FP8_BLOCK", torch.half, 3],
+    }.items():  # fmt: skip
+        for value in wrong:
+            with pytest.raises(ValueError, match=word):
+                made(FP8_BLOCK, **({"activations": None} | {word: value}))
     with pytest.raises(ValueError, match="weight must be"):
         LoraGroupedLinear(torch.randn(2, 32, 32))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bias must be"):
         LoraGroupedLinear(m.weight, bias=torch.randn(3))
+    with pytest.raises(ValueError, match="bias must be"):
+        LoraGroupedLinear(m.weight, bias=torch.zeros(len(SIZES), N, dtype=torch.bool))
+
+
+@PARAMETERS
+@pytest.mark.parametrize("active", ["default", None])
+def test_rows_of_no_group_have_no_gradient(format: Any, activations: Any, least: float, active: str | None) -> None:
+    """Such as poisons a layer in front: memory that nobody wrote."""
+    del least
+    m, (x, offs, dy) = made(format, activations), drawn()
+    m.active = active
+    x.requires_grad_()
+    m(x, offs).backward(dy)
+    assert not x.grad[sum(SIZES) :].any()
+
+
+def test_an_output_may_be_written_to() -> None:
+    m, (x, offs, _) = made(FP8_BLOCK, None), drawn()
+    m.active = None
+    m(x.requires_grad_(), offs).add_(1)[: sum(SIZES)].sum().backward()
+    assert x.grad[: sum(SIZES)].any()
+
+
+@pytest.mark.parametrize("active", ["default", None])
+def test_offsets(active: str | None) -> None:
+    m, (x, offs, _) = made(FP8_BLOCK, None), drawn()
+    m.active, rows = active, slice(sum(SIZES))
+    assert torch.equal(m(x, offs.long())[rows], m(x, offs)[rows])
+    for wrong in (offs[:3], torch.cat([offs, offs[-1:]]), offs.float(), offs.tolist()):
+        with pytest.raises(ValueError, match="offs"):
+            m(x, wrong)
+
+
+def test_autocast_changes_no_bit() -> None:
+    m = made(MXFP4, torch.bfloat16)
+    want = results(m)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = results(m)
+    assert all(torch.equal(got[name], t) for name, t in want.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from padless.nn import DelayedWgrad, Experts
+from padless.nn import DelayedWgrad, Experts, GroupedLinear
 from support.training_layer import BF16, gradients, layer, module
 
 WEIGHTS = ("w13", "w2")
@@ -136,3 +136,35 @@ def test_delayed_gradients_into_main_grad() -> None:
     assert torch.equal(now.w13.main_grad, later.w13.main_grad)
     assert torch.equal(now.w2.main_grad, later.w2.main_grad)
     assert later.w2.grad is None
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+@pytest.mark.parametrize("written", ["offs", "x"])
+def test_a_queue_refuses_operands_that_were_written_to(recipe: str, written: str) -> None:
+    """As autograd does without one. fp8 keeps codes of x, which nobody else writes."""
+    queue = DelayedWgrad()
+    linear = GroupedLinear(2, 128, 128, recipe=recipe, delayed_wgrad=queue, dtype=torch.bfloat16)
+    x, offs = torch.randn(64, 128).bfloat16(), torch.tensor([16, 64], dtype=torch.int32)
+    linear(x, offs).sum().backward()
+    (offs if written == "offs" else x).mul_(1)
+    if (recipe, written) == ("fp8", "x"):
+        queue.flush()
+        assert linear.weight.grad is not None
+        return
+    with pytest.raises(RuntimeError, match="written to between its backward pass and flush"):
+        queue.flush()
+
+
+def test_weights_that_are_computed_do_not_wait() -> None:
+    """A gradient that is written to such a weight would not reach what it was computed from."""
+    problem, made = layer(), module(layer(), "fp8")
+    p, made.delayed_wgrad = problem.leaves(torch.float32), DelayedWgrad()
+    given = {"w2": made.w2 * 2}
+    arguments = (p["x"], problem.index, p["prob"], p["shared"])
+    with pytest.raises(ValueError, match="w2 is computed from other tensors"):
+        torch.func.functional_call(made, given, arguments)
+    with torch.no_grad():
+        torch.func.functional_call(made, given, arguments)
+    given["w2"].main_grad = torch.zeros_like(made.w2)
+    torch.func.functional_call(made, given, arguments).sum().backward()
+    assert len(made.delayed_wgrad) == 2

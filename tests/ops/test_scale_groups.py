@@ -14,6 +14,7 @@ import padless
 from padless import layouts
 from padless.formats import MXFP8, NVFP4, BlockScaledTensor
 from padless.kernels import remembered as memory
+from padless.row_groups import RowGroups
 from padless.runtime import driver
 from support.ragged import GuardedOutput
 
@@ -244,6 +245,21 @@ def test_on_a_gpu_the_tensor_itself_counts(on_gpu: None) -> None:
     with pytest.raises(ValueError, match=other):
         padless.grouped_gemm(*launches.arguments, out=launches.out)
     assert launches.count == 2, "nothing was launched for the calls that were refused"
+
+
+def test_on_a_gpu_another_view_of_the_same_memory(on_gpu: None) -> None:
+    ends = torch.tensor([4, 4, 16, 16], dtype=torch.int32)
+    made = RowGroups(ends[::2])
+    assert made.is_of(ends[::2])
+    assert not made.is_of(ends[:2])
+
+
+def test_on_a_gpu_offs_whose_data_was_assigned(on_gpu: None) -> None:
+    ends = torch.tensor([4, 8, 16], dtype=torch.int32)
+    made = RowGroups(ends)
+    assert made.is_of(ends)
+    ends.data = torch.tensor([1, 2, 16], dtype=torch.int32)
+    assert not made.is_of(ends)
 
 
 def test_on_a_gpu_another_tensor_in_the_place_of_a_remembered_one(on_gpu: None) -> None:

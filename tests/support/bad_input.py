@@ -178,6 +178,8 @@ LINES: tuple[Bad, ...] = (
     Bad("grouped_gemm_wgrad", "accumulating in bfloat16", lambda: padless.grouped_gemm_wgrad(
         *[padless.quantize_rows_columns(normal(M, K), OFFS, rows=False)[1]] * 2,
         out=out(G, K, K), accumulate=True)),
+    Bad("grouped_gemm_wgrad", "sizes in the place of `offs`", lambda: padless.grouped_gemm_wgrad(
+        *[normal(M, K).bfloat16()] * 2, offs=torch.tensor([3, 0, 3], dtype=torch.int32)), UNSEEN),
     # quantizing
     Bad("quantize", "int32 values", lambda: padless.quantize(torch.ones((M, K), dtype=torch.int32), MXFP8)),
     Bad("quantize", "a sparse tensor", lambda: a(x=torch.eye(K).to_sparse())),

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 import padless
-from padless.cli.calling import DEFAULT_OUT, OutDir, call, load
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, check_folder, load
 
 app = typer.Typer(
     name="padless",
@@ -52,7 +52,7 @@ def main() -> None:
     """Entry point. A ValueError is the user's to mend: one sentence and exit code 2, no traceback."""
     try:
         app()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"padless: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -80,6 +80,7 @@ def demo(
     """Route a real text through a real encoder's experts and show what padding would have cost."""
     from padless.demo.run import run_demo
 
+    check_folder("--out", out)
     run_demo(synthetic=synthetic, out=out)
 
 
@@ -96,6 +97,7 @@ def train_demo(
     out: OutDir = DEFAULT_OUT,
 ) -> None:
     """Train a small Mixture-of-Experts language model in bf16 and in FP8 side by side and draw the losses."""
+    check_folder("--out", out)
     options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "ranks": ranks, "out": out}
     call("padless.demo.train.run", "run_train_demo", **options)
 
@@ -146,6 +148,8 @@ def verify(
     ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
+    if out is not None:
+        check_folder("--out", out)
     if ranks is not None:
         call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out, checks=checks or None)
         return
@@ -177,6 +181,10 @@ def fuzz(
     ] = False,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""
+    if out is not None:
+        if out.is_dir():
+            raise ValueError(f"--out is {str(out)!r}, a folder; it must be a file")
+        check_folder("--out", out.parent)
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}
     options |= {"other_gpu": other_gpu, "states": states}
     call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,13 @@ import typer
 
 OutDir = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
 DEFAULT_OUT = Path("padless-out")
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raises ValueError, before anything is computed, where a folder neither is nor can be made, or is read-only."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{option} is {str(folder)!r}, and {str(there)!r} is no folder that can be written to")
 
 
 def load(module: str, name: str) -> Any:

@@ -13,7 +13,15 @@ import typer.core
 from padless.emulator.annotation import annotation
 from padless.emulator.emulator import ARITHMETICS, MOST_MEMORY, Emulator, LaunchResult
 from padless.emulator.errors import EmulatorError, LaunchError
-from padless.emulator.launch_file import buffer_bytes, make_argument, make_buffer, part_of, read_description
+from padless.emulator.launch_file import (
+    LAUNCH_KEYS,
+    buffer_bytes,
+    check_keys,
+    make_argument,
+    make_buffer,
+    part_of,
+    read_description,
+)
 from padless.emulator.mutation import Survey, table
 from padless.emulator.state.memory import DeviceMemory
 from padless.emulator.timing import CHIPS, Chip, chip_of, timed
@@ -231,6 +239,7 @@ def arranged(
     emulator: Emulator, description: dict[str, Any], folder: Path
 ) -> tuple[Emulator, list[Any], dict[str, Any], dict[str, Any]]:
     """The device with fresh buffers as described, arguments, grid, block and the like, and the buffers."""
+    check_keys("the launch description", description, LAUNCH_KEYS)
     device = emulator.with_memory(DeviceMemory())
     buffers = part_of(description, "buffers", dict)
     sizes = [buffer_bytes(name, spec) for name, spec in buffers.items()]
@@ -251,6 +260,6 @@ def main(name: str) -> None:
     """The command under this name. What cannot be done is one sentence and exit code 2."""
     try:
         app(prog_name=name)
-    except EmulatorError as error:
+    except (EmulatorError, OSError) as error:
         typer.echo(f"{name}: {error}", err=True)
         sys.exit(2)

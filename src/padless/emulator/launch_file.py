@@ -16,6 +16,8 @@ from padless.emulator.units import tensor_map as unit
 SWIZZLES = {"none": 0, "32B": 1, "64B": 2, "128B": 3}
 DATA_TYPES = {"uint8": 0, "uint16": 1, "uint32": 2, "int32": 3, "uint64": 4, "int64": 5, "float16": 6, "float32": 7,
               "float64": 8, "bfloat16": 9}  # fmt: skip
+LAUNCH_KEYS = {"ptx", "entry", "grid", "block", "cluster", "shared_bytes", "programmatic", "buffers", "args"}
+_BUFFER_KEYS = {"dtype", "shape", "fill", "seed", "load", "save", "print"}
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -40,10 +42,17 @@ def part_of(description: dict[str, Any], name: str, kind: type) -> Any:
     return found
 
 
+def check_keys(where: str, given: dict[str, Any], allowed: set[str]) -> None:
+    """LaunchError for an entry that nothing reads, such as a misspelt one, in whose place a default would be taken."""
+    if unknown := sorted(set(given) - allowed):
+        raise LaunchError(f"{where} has {unknown}, allowed are {', '.join(sorted(allowed))}")
+
+
 def buffer_bytes(name: str, spec: Any) -> int:
     """What a buffer will take; 0 for one that is loaded. LaunchError where it cannot be made."""
     if not isinstance(spec, dict):
         raise LaunchError(f"buffer {name}: needs dtype and shape, or load, and is a {type(spec).__name__}")
+    check_keys(f"buffer {name}", spec, _BUFFER_KEYS)
     if "load" in spec:
         return 0
     dtype, shape = _layout(name, spec)

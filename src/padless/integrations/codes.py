@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from padless.formats import MXFP4, BlockScaledTensor
-from padless.integrations.weights import block_scaled, refresh
+from padless.integrations.weights import block_scaled, refresh, refuse_offloaded
 from padless.layouts import from_repacked, is_repackable, to_repacked
 from padless.nn.codes import ExpertCodes
 
@@ -45,6 +45,7 @@ def load_codes(module: nn.Module, codes: ExpertCodes) -> None:
             f"module is {type(module).__name__}, which has none of the parameters that are known: quantized experts of "
             "transformers, vLLM's RoutedExperts or SGLang's FP8 experts"
         )
+    refuse_offloaded("", module, "load_codes")
     wanted = _gate_up(module, codes.w13)
     if codes.gate_up != wanted:
         raise ValueError(f"gate_up of the codes is {codes.gate_up!r}, and {type(module).__name__} has {wanted!r} rows")
@@ -72,6 +73,9 @@ def repack(model: nn.Module) -> nn.Module:
     already.
     """
     count, is_repacked = 0, False
+    for path, module in model.named_modules():
+        if _names_of(module) is not None:
+            refuse_offloaded(path, module, "repack")
     for module in model.modules():
         names = _names_of(module)
         for name, of_scale in () if names is None else (names[:2], names[2:]):

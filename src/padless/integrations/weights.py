@@ -109,6 +109,21 @@ def activations_for(weights: BlockScaledTensor) -> str:
     return "MXFP8" if weights.format == MXFP4 else weights.format.name
 
 
+def is_offloaded(module: Any) -> bool:
+    """Whether accelerate brings the module's parameters for every call, and takes them away behind it."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+
+
+def refuse_offloaded(path: str, module: torch.nn.Module, what: str) -> None:
+    """Raises ValueError for a module whose parameters are elsewhere, so that nothing can be done to them."""
+    if is_offloaded(module) and any(t.is_meta for t in module.parameters(recurse=False)):
+        raise ValueError(
+            f"{path or type(module).__name__} is offloaded by its device_map: {what} needs the experts in memory; load "
+            "the model with a device_map that keeps them on a device"
+        )
+
+
 class Derived(Protocol):
     """Weights built from the parameters of one layer, with copies that CUDA graphs may read."""
 
@@ -174,6 +189,7 @@ class WeightCache:
         self._key: tuple[Any, ...] | None = None
         self._weights: ExpertWeights | None = None
         self.sources: tuple[torch.Tensor | None, ...] = ()
+        self._memory: tuple[torch.Tensor | None, ...] = ()
         register_derived(self)
 
     def get(
@@ -190,8 +206,7 @@ class WeightCache:
         key = tuple(None if t is None else _identity(t) for t in sources)
         if self._weights is None or key != self._key:
             self._weights = self._built(w13, w13_scale, w2, w2_scale, bias13, bias2)
-            # The tensors are kept, so that no other one can be at the address of a freed one.
-            self._key, self.sources = key, sources
+            self._key, self.sources, self._memory = key, sources, _memory_of(sources)
         return self._weights
 
     def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
@@ -205,6 +220,7 @@ class WeightCache:
         if self._weights is not None:
             self._weights = rewritten(self._weights, self._built(*self.sources))
             self._key = tuple(None if t is None else _identity(t) for t in self.sources)
+            self._memory = _memory_of(self.sources)
 
 
 def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -212,5 +228,11 @@ def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
-def _identity(t: torch.Tensor) -> tuple[int, int]:
-    return t.data_ptr(), 0 if t.is_inference() else t._version
+def _memory_of(sources: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """The tensors over the memory that they have now: kept, so that no other one can be at its address, also where
+    ``.data`` of a parameter is assigned."""
+    return tuple(None if t is None else t.detach() for t in sources)
+
+
+def _identity(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape, t.stride()

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from padless.formats import FORMAT_BY_NAME, BlockScaledTensor
 from padless.row_groups import PLAIN_TENSORS
@@ -44,9 +45,9 @@ def facts_of(options: Facts, *operands: Any, offs: torch.Tensor | None = None) -
 
     The GPU is among them since an address that one gave back may be another one's next. None for what is not on a GPU or
     traced, and where a memory of launches cannot speak, since it changes without the facts: for what requires grad while
-    grad mode is on, and for scales that were made for other groups than those of ``offs``.
+    grad mode is on, in forward mode, and for scales that were made for other groups than those of ``offs``.
     """
-    if is_compiling():
+    if is_compiling() or forward_ad._current_level >= 0:
         return None
     facts = [*options]
     tensors: list[Any] = []
@@ -75,7 +76,10 @@ def facts_of(options: Facts, *operands: Any, offs: torch.Tensor | None = None) -
 
 def known(facts: Facts | None) -> Any:
     """The value kept by these facts, None where there is none."""
-    return None if facts is None else _KNOWN.get(facts)
+    try:
+        return None if facts is None else _KNOWN.get(facts)
+    except TypeError:  # an option without a hash, which the call refuses
+        return None
 
 
 def remember(facts: Facts, value: Any) -> Any:

@@ -7,6 +7,7 @@ fake tensors, go to the operator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockS
 from padless.moe import twins
 from padless.moe.activation import Activation
 from padless.moe.checks import on_device_of, runs_triton
-from padless.row_groups import PLAIN_TENSORS
+from padless.row_groups import is_dispatched
 from padless.runtime.choices import ActivationKind, GateUp
 from padless.runtime.operators import register_operator
 
@@ -33,7 +34,7 @@ def call(name: str, *arguments: Any) -> Any:
 def is_traced(*arguments: Any) -> bool:
     """Whether a call is being compiled, or has a tensor without values: a fake one, one that traces or is on meta."""
     return torch.compiler.is_compiling() or any(
-        isinstance(a, torch.Tensor) and (type(a) not in PLAIN_TENSORS or a.is_meta) for a in arguments
+        isinstance(a, torch.Tensor) and (is_dispatched(a) or a.is_meta) for a in arguments
     )
 
 
@@ -41,8 +42,15 @@ def operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Call
     """Defines padless::name with the decorated function for every device, and for `call`."""
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
-        register_operator(name + schema, function, fake)
-        _FUNCTIONS[name] = function
+        @wraps(function)
+        def computed(*arguments: Any, **options: Any) -> Any:
+            if not torch.is_autocast_enabled("cpu"):
+                return function(*arguments, **options)
+            with torch.autocast("cpu", enabled=False):  # definitions multiply in float32
+                return function(*arguments, **options)
+
+        register_operator(name + schema, computed, fake)
+        _FUNCTIONS[name] = computed
         return function
 
     return define

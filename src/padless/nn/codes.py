@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from padless.formats import FP8_BLOCK, MXFP4, MXFP8, BlockScaledTensor
-from padless.nn.recipe import Recipe
+from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import weight_operands
 from padless.ops.checks import describe
 from padless.runtime.choices import GateUp
@@ -83,11 +83,17 @@ def _stored(t: BlockScaledTensor) -> torch.Tensor:
 
 
 def expert_codes(
-    w13: torch.Tensor, w2: torch.Tensor, recipe: Recipe, *, gate_up: GateUp = "concatenated", input_major: bool = False
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    recipe: Recipe | str,
+    *,
+    gate_up: GateUp = "concatenated",
+    input_major: bool = False,
 ) -> ExpertCodes:
     """The codes of weights (E, 2 I, H) and (E, H, I), or with input_major (E, H, 2 I) and (E, I, H), in a recipe's
     forward product: bit for bit what that multiplies with. Raises ValueError for a recipe without codes.
     """
+    recipe = as_recipe(recipe)
     if recipe.forward not in (FP8_BLOCK, MXFP8):
         raise ValueError(f"recipe is {recipe}; its forward product has no codes to export, FP8_BLOCK and MXFP8 have")
     made = (weight_operands(w, recipe, backward=False, input_major=input_major).forward for w in (w13, w2))

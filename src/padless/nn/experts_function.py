@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_tensor_type, check_type, is_one_of, shown
+from padless.arguments import check_tensor_type, is_one_of, shown
 from padless.distributed import ExpertParallel, ExpertPlan
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed
 from padless.epilogue import INTERLEAVE
@@ -47,6 +47,7 @@ from padless.nn.recipe import RULES, Recipe, as_recipe, format_name, is_block_sc
 from padless.nn.weight_codes import (
     PARTS,
     WeightOperands,
+    check_operands,
     flat,
     flat_operands,
     has_backward,
@@ -54,7 +55,7 @@ from padless.nn.weight_codes import (
     joined_operands,
     weight_operands,
 )
-from padless.nn.weight_gradient import DelayedWgrad, deliver
+from padless.nn.weight_gradient import DelayedWgrad, check_delayed, deliver
 from padless.quantization.lifting import lowered_by_lift
 from padless.quantization.swiglu_backward import GATE_UP
 from padless.runtime.choices import SwigluGateUp
@@ -98,9 +99,6 @@ def experts(
     It can be differentiated once. Raises ValueError.
     """
     recipe = as_recipe(recipe)
-    for name, operands in (("operands13", operands13), ("operands2", operands2)):
-        check_type(name, operands, WeightOperands)
-    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
     for name, weight in (("w13", w13), ("w2", w2)):
         check_tensor_type(name, weight)
         if weight.dim() != 3:
@@ -115,6 +113,8 @@ def experts(
         )
     check_gate_up(gate_up, w13.shape[1] // 2)
     backward = has_backward(x, top_k_weights, w13, w2)
+    check_operands("operands13", operands13, recipe, backward)
+    check_operands("operands2", operands2, recipe, backward)
     made13 = weight_operands(w13, recipe, backward=backward) if operands13 is None else operands13
     made2 = weight_operands(w2, recipe, backward=backward) if operands2 is None else operands2
     plan = Plan(recipe, gate_up, delayed_wgrad)
@@ -176,6 +176,7 @@ def apply_experts(
     operands2: WeightOperands,
 ) -> torch.Tensor:
     """`experts` of checked arguments."""
+    check_delayed(plan.delayed_wgrad, w13=w13, w2=w2)
     out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, top_k_weights, w13, w2, shared, top_k_index, plan, *flat_operands(operands13), *flat_operands(operands2)
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_type, refuse_kinds
+from padless.arguments import refuse_kinds
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.kernels.config import MAX_GROUPS
@@ -26,6 +26,7 @@ from padless.nn.recipe import Format, Recipe, as_recipe, is_block_scaled
 from padless.nn.weight_codes import (
     PARTS,
     WeightOperands,
+    check_operands,
     flat,
     flat_operands,
     has_backward,
@@ -33,7 +34,7 @@ from padless.nn.weight_codes import (
     joined_operands,
     weight_operands,
 )
-from padless.nn.weight_gradient import DelayedWgrad, deliver
+from padless.nn.weight_gradient import DelayedWgrad, check_delayed, deliver
 from padless.ops.checks import describe
 from padless.quantization.lifting import lift
 from padless.quantization.quantize import INPUT_DTYPES
@@ -71,8 +72,6 @@ def grouped_linear(
     Raises ValueError for what is not allowed above.
     """
     recipe = as_recipe(recipe)
-    check_type("operands", operands, WeightOperands)
-    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
     check_rows("x", x, recipe)
     check_weight("weight", weight, x.shape[1], recipe)
     if weight.device != x.device:
@@ -80,7 +79,10 @@ def grouped_linear(
     offs = checked_offs(offs, x, "x")
     if offs.shape[0] != weight.shape[0]:
         raise ValueError(f"offs has {offs.shape[0]} groups and weight {weight.shape[0]}; they must be as many")
-    made = weight_operands(weight, recipe, backward=has_backward(x, weight)) if operands is None else operands
+    check_delayed(delayed_wgrad, weight=weight)
+    backward = has_backward(x, weight)
+    check_operands("operands", operands, recipe, backward)
+    made = weight_operands(weight, recipe, backward=backward) if operands is None else operands
     y: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
         x, weight, offs, recipe, delayed_wgrad, *flat_operands(made)
     )

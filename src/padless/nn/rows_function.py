@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag, check_tensor_type, check_type, shown
+from padless.arguments import check_flag, check_tensor_type, shown
 from padless.moe.checks import check_matrix
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up
 from padless.nn.linear_function import check_weight
 from padless.nn.recipe import Recipe, as_recipe
-from padless.nn.weight_codes import WeightOperands, has_backward, weight_operands
+from padless.nn.weight_codes import WeightOperands, check_operands, has_backward, weight_operands
 from padless.nn.weight_gradient import DelayedWgrad
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
@@ -52,9 +52,6 @@ def experts_of_rows(
     row_weights its routing weights. No synchronization. It can be differentiated once. Raises ValueError.
     """
     recipe = as_recipe(recipe)
-    for name, operands in (("operands13", operands13), ("operands2", operands2)):
-        check_type(name, operands, WeightOperands)
-    check_type("delayed_wgrad", delayed_wgrad, DelayedWgrad)
     check_flag("input_major", input_major)
     for name, weight in (("x", x), ("w13", w13), ("w2", w2)):
         check_tensor_type(name, weight)
@@ -77,6 +74,8 @@ def experts_of_rows(
     check_gate_up(gate_up, of2.shape[2])
     prob = None if row_weights is None else _checked_weights(row_weights, x).to(torch.float32).contiguous()
     backward = has_backward(x, prob, w13, w2)
+    check_operands("operands13", operands13, recipe, backward)
+    check_operands("operands2", operands2, recipe, backward)
     made13, made2 = (
         weight_operands(weight, recipe, backward=backward, input_major=input_major) if operands is None else operands
         for weight, operands in ((w13, operands13), (w2, operands2))

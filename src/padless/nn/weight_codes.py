@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from padless.arguments import check_tensor_type, check_type
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
 from padless.nn.calls import is_traced
 from padless.nn.quantizers import mx_weight, nvfp4_weight, quantized, weight_and_transpose
-from padless.nn.recipe import Format, Recipe, is_block_scaled
+from padless.nn.recipe import Format, Recipe, as_recipe, format_name, is_block_scaled
 from padless.quantization.quantize import quantize
 from padless.runtime.devices import is_capturing
 
@@ -48,8 +49,32 @@ def has_backward(*arguments: object) -> bool:
     return torch.is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in arguments)
 
 
+def check_operands(name: str, operands: object, recipe: Recipe, backward: bool) -> None:
+    """Raises ValueError for operands of another recipe, and for those of no backward pass where one will follow."""
+    check_type(name, operands, WeightOperands)
+    if not isinstance(operands, WeightOperands):
+        return
+    for part, product, format in (
+        ("forward", operands.forward, recipe.forward),
+        ("dgrad", operands.dgrad, recipe.dgrad),
+    ):
+        if part == "dgrad" and not backward:
+            continue
+        found: Format = product.format if isinstance(product, BlockScaledTensor) else torch.bfloat16
+        if found != format:
+            raise ValueError(
+                f"{name}.{part} is {format_name(found)} and the recipe's {format_name(format)}; make operands by "
+                "weight_operands with this recipe"
+            )
+    if backward and is_block_scaled(recipe.dgrad) and operands.dgrad is operands.forward:
+        raise ValueError(
+            f"{name} was made with backward=False, and a backward pass will follow; make it with backward=True, or call "
+            "under torch.no_grad()"
+        )
+
+
 def weight_operands(
-    weight: torch.Tensor, recipe: Recipe, *, backward: bool = True, input_major: bool = False
+    weight: torch.Tensor, recipe: Recipe | str, *, backward: bool = True, input_major: bool = False
 ) -> WeightOperands:
     """Operands of a weight (G, N, K) for a recipe, made now. Their values are not followed by autograd.
 
@@ -57,6 +82,8 @@ def weight_operands(
     input_major: the weight is (G, K, N). The operands are those of its transpose, of which no copy is made for
         FP8_BLOCK and plain ones.
     """
+    check_tensor_type("weight", weight)
+    recipe = as_recipe(recipe)
     given, weight = weight.detach(), weight.detach().mT if input_major else weight.detach()
     made: dict[Format, tuple[BlockScaledTensor | torch.Tensor, ...]] = {}
     for format in {recipe.forward, recipe.dgrad if backward else recipe.forward}:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from padless.arguments import check_type
 from padless.nn.products import Columns, wgrad, wgrad_into
+from padless.row_groups import version_of
 
 _OUT_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -17,6 +19,7 @@ class _Pending(NamedTuple):
     dy: Columns
     x: Columns
     offs: torch.Tensor
+    versions: list[int | None]
 
 
 class DelayedWgrad:
@@ -37,15 +40,41 @@ class DelayedWgrad:
 
     def put(self, weight: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor) -> None:
         """Keeps dy.T @ x of each group, the gradient of ``weight``, for later."""
-        self._pending.append(_Pending(weight, dy, x, offs))
+        self._pending.append(_Pending(weight, dy, x, offs, _versions(dy, x, offs)))
 
     def flush(self, count: int | None = None) -> None:
         """Computes the oldest ``count`` weight gradients; None, all of them."""
         for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
-            weight, dy, x, offs = self._pending.popleft()
+            weight, dy, x, offs, versions = self._pending.popleft()
+            if _versions(dy, x, offs) != versions:
+                raise RuntimeError(
+                    "offs, the input or the output's gradient of a layer was written to between its backward pass and "
+                    "flush(), which reads it; write to another tensor, or flush first"
+                )
             found = computed(weight, dy, x, offs)
             if found is not None and getattr(weight, "main_grad", None) is None:
                 weight.grad = found if weight.grad is None else weight.grad + found
+
+
+def _versions(*operands: Columns) -> list[int | None]:
+    """How often torch wrote to those that are tensors; quantized copies belong to nobody else."""
+    return [version_of(t) for t in operands if isinstance(t, torch.Tensor)]
+
+
+def check_delayed(queue: object, **weights: torch.Tensor) -> None:
+    """Raises ValueError for what is no queue, and for weights whose gradients one would lose.
+
+    `DelayedWgrad.flush` writes to a weight; autograd does not take a gradient from there to what the weight was made of.
+    """
+    check_type("delayed_wgrad", queue, DelayedWgrad)
+    if queue is None or not torch.is_grad_enabled():
+        return
+    for name, weight in weights.items():
+        if weight.requires_grad and not weight.is_leaf and getattr(weight, "main_grad", None) is None:
+            raise ValueError(
+                f"delayed_wgrad is given and {name} is computed from other tensors, which its gradient would not reach; "
+                f"give None, or a {name} that is a parameter itself"
+            )
 
 
 def deliver(

@@ -14,7 +14,7 @@ from padless.arguments import check_flag, check_readable, refuse_kinds, shown
 from padless.formats import OUT_DTYPES, BlockScaledTensor
 from padless.kernels import ahead
 from padless.kernels.launch import KernelChoice, tile_of
-from padless.kernels.remembered import facts_of, keep, known, remember
+from padless.kernels.remembered import Facts, facts_of, keep, known, remember
 from padless.kernels.table import check_config, find_route, format_name
 from padless.ops import traced
 from padless.ops.checks import (
@@ -35,7 +35,7 @@ from padless.ops.outputs import check_outputs
 from padless.reference.gemm import grouped_gemm_reference
 from padless.row_groups import is_readable, is_traced
 from padless.runtime.devices import BackendName, chosen_backend, device_of
-from padless.runtime.driver import stream_of
+from padless.runtime.driver import PreparedLaunch, stream_of
 
 _MOST_OUTPUTS = 256
 
@@ -174,9 +174,9 @@ def _run(
     )
     launches = known(facts)
     if launches is not None:
-        if out is None and out_dtype in OUT_DTYPES:
+        if out is None and isinstance(out_dtype, torch.dtype) and out_dtype in OUT_DTYPES:
             out = torch.empty((a.shape[0], b.data.shape[-2]), dtype=out_dtype, device=b.data.device)
-        launch = launches.get(facts_of((config,), out))
+        launch = _launch_to(launches, config, out)
         if launch is not None:
             launch(stream_of(b.data))
             return out  # type: ignore[return-value]
@@ -215,6 +215,17 @@ def _run(
     # Prepare, and launch.
     prepared = route.load().prepare(driver, a, weights, offs, result, tile_of(config))
     if launches is not None and not prepared.copies:  # a copy has a new address every time
-        keep(launches, _MOST_OUTPUTS, facts_of((config,), result), prepared.launch)
+        written = facts_of((config,), result)
+        if written is not None:  # a subclass of a tensor has no facts
+            keep(launches, _MOST_OUTPUTS, written, prepared.launch)
     prepared.launch(stream_of(result))
     return result
+
+
+def _launch_to(launches: dict[Facts, PreparedLaunch], config: object, out: object) -> PreparedLaunch | None:
+    """The launch among ``launches`` that writes ``out``; None for what has no facts, and for a config without a hash."""
+    written = facts_of((config,), out)
+    try:
+        return None if written is None else launches.get(written)
+    except TypeError:
+        return None

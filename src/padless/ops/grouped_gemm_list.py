@@ -26,7 +26,7 @@ from padless.ops.outputs import check_outputs
 from padless.reference.gemm import gemm_reference
 from padless.row_groups import is_traced
 from padless.runtime.architecture import BLACKWELL
-from padless.runtime.devices import BackendName, chosen_backend, device_of
+from padless.runtime.devices import BackendName, chosen_backend, device_of, is_capturing
 from padless.runtime.driver import stream_of
 
 
@@ -98,8 +98,13 @@ def grouped_gemm_list(
         )
         if facts is not None and not prepared.copies and alphas is alpha:
             remember(facts, prepared)
+    if is_capturing(outputs[0].device):
+        _CAPTURED[prepared.table.data_ptr()] = prepared.table
     prepared.launch(stream_of(outputs[0]))
     return outputs
+
+
+_CAPTURED: dict[int, torch.Tensor] = {}  # tables that CUDA graphs read, which may be replayed at any time
 
 
 def _reference(a: BlockScaledTensor, b: BlockScaledTensor, out: torch.Tensor, alpha: torch.Tensor | None) -> None:

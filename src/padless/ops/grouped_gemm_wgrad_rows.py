@@ -10,11 +10,11 @@ from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.ops import traced
-from padless.ops.checks import as_int32, check_alignment, check_ends, check_rows, describe
+from padless.ops.checks import as_int32, check_alignment, check_ends, check_offs_values, check_rows, describe
 from padless.ops.outputs import check_outputs
 from padless.ops.wgrad_output import driver_of_gradient, gradient_output, is_without_tokens
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
-from padless.row_groups import is_traced
+from padless.row_groups import is_readable, is_traced
 from padless.runtime.architecture import HOPPER
 from padless.runtime.devices import BackendName
 from padless.runtime.driver import stream_of
@@ -47,6 +47,8 @@ def grouped_gemm_wgrad_rows(
     refuse_kinds(dy=dy, x=x, offs=offs, out=out)
     check_flag("accumulate", accumulate)
     ends = _check_operands(dy, x, offs)
+    if backend is None and is_readable(ends):
+        check_offs_values(ends, dy.shape[0])
     shape = (ends.shape[0], dy.shape[1], x.shape[1])
     result = gradient_output(shape, dy.device, out, out_dtype, accumulate)
     if is_traced(result):

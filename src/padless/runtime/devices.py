@@ -69,6 +69,7 @@ def device_of(backend: BackendName, tensor: torch.Tensor) -> driver.Driver:
         found = _cuda_of(tensor.device)
         if found.available:
             return driver.cuda_driver(tensor.device.index)
+        _cuda_of.cache_clear()  # what is missing may be there at the next call
         raise ValueError(_not_available(found))
     if backend not in NAMES:
         raise ValueError(f"backend is {shown(backend)}; allowed: None, {', '.join(map(repr, NAMES))}")

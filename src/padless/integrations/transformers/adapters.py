@@ -11,6 +11,7 @@ from torch import nn
 from padless.integrations.transformers.experts import fused_activation
 from padless.integrations.transformers.quantizers import TrainsAdapters
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, is_quantized
+from padless.integrations.weights import refuse_offloaded
 from padless.moe.activation import Activation
 from padless.nn.lora import LoraExperts
 
@@ -43,6 +44,7 @@ def adapt_experts(
     made = {}
     for path, module in found.items():
         how = fused_activation(module)
+        refuse_offloaded(path, module, "adapt_experts")
         if hasattr(module, ADAPTERS):
             raise ValueError(f"{path} has adapters; give adapt_experts all their names in one call")
         if how is None:

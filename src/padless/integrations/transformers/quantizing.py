@@ -17,6 +17,7 @@ from padless.integrations.transformers.weights import (
     keep_codes,
     refuse_parametrized,
 )
+from padless.integrations.weights import refuse_offloaded
 from padless.quantization.quantize import quantize
 
 FORMATS = (FP8_BLOCK, MXFP8, MXFP4, NVFP4)
@@ -45,6 +46,7 @@ def quantize_experts(model: nn.Module, format: BlockScaledFormat = FP8_BLOCK) ->
     _refuse_adapters(model)
     for path, module in found:
         refuse_parametrized(module, path)
+        refuse_offloaded(path, module, "quantize_experts")
         for name in (first_projection(module), "down_proj"):
             check_width(f"{path}.{name}", getattr(module, name).shape[1 if module.is_transposed else 2], format)
     with torch.no_grad():

@@ -12,6 +12,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Experts
 
 from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.operators import aligned
@@ -21,6 +22,7 @@ from padless.integrations.weights import (
     block_scaled,
     in_float32,
     in_tiles,
+    is_offloaded,
     register_derived,
     rewritten,
 )
@@ -94,6 +96,7 @@ class _Built:
         module = self.module()
         if module is not None:
             self.weights, self.key = rewritten(self.weights, _build(module)), _key(module)
+            self.sources = _sources(module)
 
 
 _BUILT: WeakKeyDictionary[nn.Module, _Built] = WeakKeyDictionary()
@@ -108,11 +111,12 @@ def expert_weights(module: Any) -> ExpertWeights:
     """
     if torch.compiler.is_compiling():  # addresses cannot be traced; what is built is a few nodes of the graph
         return _build(module)
+    if is_offloaded(module):  # what is kept here would keep every layer's codes in memory
+        return _build(module)
     key = _key(module)
     known = _BUILT.get(module)
     if known is None or known.key != key:
-        sources = tuple(t.detach() for t in module._parameters.values() if t is not None)
-        known = _Built(key, _build(module), sources, ref(module))
+        known = _Built(key, _build(module), _sources(module), ref(module))
         _BUILT[module] = known
         register_derived(known)
     return known.weights
@@ -121,6 +125,11 @@ def expert_weights(module: Any) -> ExpertWeights:
 def first_projection(module: Any) -> str:
     """Name of the weights of the first projection."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def _sources(module: Any) -> tuple[torch.Tensor, ...]:
+    """The parameters over the memory that they have now."""
+    return tuple(t.detach() for t in module._parameters.values() if t is not None)
 
 
 def _key(module: Any) -> tuple[Any, ...]:
@@ -141,6 +150,7 @@ def _build(module: Any) -> ExpertWeights:
         )
     first = first_projection(module)
     w13, w2 = _weight(module, first), in_tiles(_weight(module, "down_proj"))
+    _check_blocks_of_halves(module, first, w13)
     if getattr(module, "padless_activation", {}).get("gate_up") == "alternating":  # the epilogue reads tiles too
         w13 = in_tiles(w13)
     bias13, bias2 = (in_float32(getattr(module, f"{name}_bias", None)) for name in (first, "down_proj"))
@@ -165,6 +175,19 @@ def _weight(module: Any, name: str) -> BlockScaledTensor:
     )
     check_width(label(module, name), weight.logical_shape[-1], weight.format)
     return weight
+
+
+def _check_blocks_of_halves(module: Any, name: str, w13: BlockScaledTensor) -> None:
+    """Raises ValueError where up's blocks begin with up's rows in the file, and inside of a block of both.
+
+    Gate and up have scales of their own in files; transformers puts one under the other, as many as for blocks of both.
+    """
+    rows = w13.logical_shape[-2] // 2
+    if isinstance(module, FP8Experts) and w13.format == FP8_BLOCK and name == "gate_up_proj" and rows % 128 > 64:
+        raise ValueError(
+            f"{label(module, name)} has {rows} rows of gate and as many of up, each in blocks of 128 of its own, which "
+            "cannot be one weight: convert the checkpoint to bfloat16 by those blocks, then call quantize_experts"
+        )
 
 
 def check_width(name: str, width: int, format: BlockScaledFormat) -> None:

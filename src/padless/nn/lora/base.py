@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from padless.arguments import check_flag, check_integer, is_one_of, shown
-from padless.formats import MXFP4_REPACKED, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.arguments import check_flag, check_integer, check_number, check_tensor_type, is_one_of, shown
+from padless.formats import FORMAT_NAMES, MXFP4_REPACKED, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.moe.layer import ACTIVATIONS
 from padless.nn.lora.low_rank import Factors, LowRank
 from padless.ops.checks import describe
@@ -25,10 +25,24 @@ def scaling_of(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+def check_activations(activations: object) -> None:
+    """Raises ValueError for what names no format of rows."""
+    named = isinstance(activations, BlockScaledFormat) and activations.name in FORMAT_NAMES
+    if activations is not None and activations is not torch.bfloat16 and not named:
+        allowed = ", ".join(FORMAT_NAMES)
+        raise ValueError(f"activations is {shown(activations)}; allowed: None, torch.bfloat16, {allowed}")
+
+
+def _can_name(adapter: object) -> bool:
+    """Whether torch can keep parameters under this name."""
+    return isinstance(adapter, str) and adapter != "" and "." not in adapter and not hasattr(nn.ParameterDict, adapter)
+
+
 def format_of_rows(
     activations: BlockScaledFormat | torch.dtype | None, weights: BlockScaledTensor
 ) -> tuple[BlockScaledFormat | None, torch.Tensor | None]:
     """The format of quantized rows, None for bfloat16, and NVFP4's global scale of them, 1."""
+    check_activations(activations)
     format = activations if isinstance(activations, BlockScaledFormat) else None
     if activations is None:
         format = ACTIVATIONS[weights.format]
@@ -67,11 +81,14 @@ class AdaptedModule(nn.Module):
         check_flag("rslora", rslora)
         if not is_one_of(dtype, _DTYPES):
             raise ValueError(f"dtype is {shown(dtype)}; allowed: torch.bfloat16, torch.float32")
+        check_number("alpha", alpha)
+        check_number("dropout", dropout)
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout is {dropout}; it must be from 0 to below 1")
-        names = tuple(adapters)
-        if isinstance(adapters, str) or not names or len(set(names)) != len(names):
-            raise ValueError(f"adapters is {shown(adapters)}; it must be a sequence of different names")
+        names = tuple(adapters) if isinstance(adapters, Sequence) and not isinstance(adapters, str) else ()
+        if not names or len(set(names)) != len(names) or not all(map(_can_name, names)):
+            allowed = "a sequence of different names, without a dot and none of torch.nn.ParameterDict's attributes"
+            raise ValueError(f"adapters is {shown(adapters)}; it must be {allowed}")
         self.rank, self.dropout, self.adapters = rank, dropout, names
         self.alpha, self.rslora, self._dtype = alpha, rslora, dtype
         self.scaling = scaling_of(rank, alpha, rslora)
@@ -79,8 +96,10 @@ class AdaptedModule(nn.Module):
 
     def _add_bias(self, name: str, bias: torch.Tensor | None, shape: tuple[int, int]) -> None:
         """A parameter stays one; another tensor becomes a buffer that is in no state dict."""
-        if bias is not None and tuple(bias.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(bias.shape)}")
+        if bias is not None:
+            check_tensor_type(name, bias)
+            if tuple(bias.shape) != shape or not bias.is_floating_point():
+                raise ValueError(f"{name} must be {shape} of floating point, got {describe(bias)}")
         if isinstance(bias, nn.Parameter) or bias is None:
             self.register_parameter(name, bias)
         else:

@@ -18,7 +18,7 @@ from padless.moe.routing import Routing, check_ids, route
 from padless.nn.calls import call
 from padless.nn.experts import checking
 from padless.nn.lora import inside, low_rank
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
+from padless.nn.lora.base import AdaptedModule, check_activations, check_weights, format_of_rows, rows_as_multiplied
 from padless.nn.lora.frozen import Frozen, activated_product, adapted_product, added_product
 from padless.nn.lora.looked_up import looked_up_experts, looks_up
 from padless.nn.lora.low_rank import LowRank
@@ -167,6 +167,7 @@ class LoraExperts(AdaptedModule):
             raise ValueError(f"w2 must be (E, H, I) = {wanted}, got {w2.logical_shape}")
         self._add_bias("bias13", bias13, (self.num_experts, n))
         self._add_bias("bias2", bias2, (self.num_experts, self.hidden))
+        check_activations(activations)
         self.activations = activations
         self.ep = ep
         if ep is not None:

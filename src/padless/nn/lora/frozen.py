@@ -52,6 +52,8 @@ def adapted_product(
     bias: torch.Tensor | None,
     offs: torch.Tensor,
     low: LowRank | None,
+    *,
+    zero_tail: bool = False,
 ) -> torch.Tensor:
     """rows @ weights[g].T + bias[g] for the rows of each group, and low's added to it; (M, N) bfloat16.
 
@@ -59,7 +61,7 @@ def adapted_product(
 
     rows: (M, K), what the gradient is of. operand: what the product reads for them, codes or bfloat16 rows, made of
     tensors that do not require grad. weights: (G, N, K). bias: (G, N), which may require grad. offs: (G,) int32. Rows
-    from offs[-1] on hold anything, also in the gradient.
+    from offs[-1] on hold anything, also in the gradient; with zero_tail the gradient has zeros there.
     """
     codes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # what a product that adds low's reads
     y = None  # else the product
@@ -76,8 +78,8 @@ def adapted_product(
         if rows.dtype != torch.bfloat16 or low.dropout > 0.0:
             read = dropout(rows.to(torch.bfloat16), low.dropout)
     out: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-        rows, read, bias, y, *codes, offs, groups, (factors.per_expert, factors.scaling), *ops.packed(weights),
-        *factors.a, *factors.b,
+        rows, read, bias, y, *codes, offs, groups, (factors.per_expert, factors.scaling), zero_tail,
+        *ops.packed(weights), *factors.a, *factors.b,
     )  # fmt: skip
     return out
 
@@ -126,16 +128,16 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, read: torch.Tensor | None, bias: torch.Tensor | None, y: torch.Tensor | None,
         codes: torch.Tensor | None, codes_scale: torch.Tensor | None, offs: torch.Tensor, groups: torch.Tensor | None,
-        how: tuple[int, float], *others: Any,
+        how: tuple[int, float], zero_tail: bool, *others: Any,
     ) -> torch.Tensor:  # fmt: skip
         data, scale, global_scale, *ctx.names = others[:_PACKED]
         ctx.dtype, ctx.bias_dtype, ctx.is_apart = rows.dtype, None if bias is None else bias.dtype, read is not None
-        ctx.how = how
+        ctx.how, ctx.zero_tail = how, zero_tail
         ctx.adds_inside = y is None
         if len(others) == _PACKED:
             assert y is not None
             ctx.save_for_backward(offs, data, scale, global_scale)
-            return y.view(y.shape)
+            return y.detach()  # and no view, into which nobody could write
         given, of = rows if read is None else read, _factors(others[_PACKED:], how)
         ends = offs if groups is None else groups
         t = call("low_rank_down", given, list(of.a), ends, of.per_expert, 1.0)
@@ -173,13 +175,15 @@ class _Product(torch.autograd.Function):
             to = None if ctx.is_apart else drows
             found = call("low_rank_up", dt, [a.mT for a in of.a], groups, of.per_expert, 1.0, to)
             drows, dread = (drows, found) if ctx.is_apart else (found, None)
+        if ctx.zero_tail and drows is not None:
+            call("zero_tail_", drows, offs)
         if needs_bias:
             # The sums over a group's rows, as a weight gradient of rows of ones: in a fixed order, and without a wait.
             ones = torch.ones((dy.shape[0], 16), dtype=dy.dtype, device=dy.device)
             sums = call("bf16_grouped_gemm_wgrad", dy, ones, offs, torch.float32)
             dbias = sums[:, :, 0].to(ctx.bias_dtype)
         drows = None if drows is None else drows.to(ctx.dtype)
-        return drows, dread, dbias, *(None,) * (6 + _PACKED), *of_factors
+        return drows, dread, dbias, *(None,) * (7 + _PACKED), *of_factors
 
 
 def _factors(tensors: Sequence[torch.Tensor], how: tuple[int, float]) -> Factors:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from padless.arguments import check_tensor_type
 from padless.formats import BlockScaledFormat, BlockScaledTensor
-from padless.nn.lora.base import AdaptedModule, check_weights, format_of_rows, rows_as_multiplied
+from padless.nn.lora.base import AdaptedModule, check_activations, check_weights, format_of_rows, rows_as_multiplied
 from padless.nn.lora.frozen import adapted_product
 from padless.ops.checks import describe
+from padless.quantization.rows_columns import checked_offs
 
 
 class LoraGroupedLinear(AdaptedModule):
@@ -42,6 +44,7 @@ class LoraGroupedLinear(AdaptedModule):
     ) -> None:
         super().__init__(rank, alpha, rslora, dropout, adapters, dtype)
         check_weights("weight", weight)
+        check_activations(activations)
         self.weight, self.activations = weight, activations
         self.num_groups, self.out_features, self.in_features = weight.logical_shape
         self._add_bias("bias", bias, (self.num_groups, self.out_features))
@@ -55,17 +58,23 @@ class LoraGroupedLinear(AdaptedModule):
     def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """(M, N) bfloat16 of x (M, K), bfloat16, float16 or float32, and offs (G,) int32, ends of the groups' rows.
 
-        Rows from offs[-1] on hold anything. Without an adapter it has the bits of `padless.grouped_gemm` of the
-        quantized rows. Differentiable, once, for x, the active adapter and a bias that is a parameter. No
-        synchronization. Raises ValueError.
+        Rows from offs[-1] on hold anything, and have zeros in the gradient of x. Without an adapter it has the bits of
+        `padless.grouped_gemm` of the quantized rows. Differentiable, once, for x, the active adapter and a bias that is
+        a parameter. No synchronization. Raises ValueError.
         """
         self._check_active()
+        check_tensor_type("x", x)
         if x.dim() != 2 or x.shape[1] != self.in_features or x.device != self.weight.device:
             raise ValueError(f"x must be (M, {self.in_features}) on {self.weight.device}, got {describe(x)}")
+        offs = checked_offs(offs, x, "x")
+        if offs.shape[0] != self.num_groups:
+            raise ValueError(f"offs has {offs.shape[0]} groups and weight {self.num_groups}; they must be as many")
         format, scale = format_of_rows(self.activations, self.weight)
         names = self._active_names()
         low = self._low_rank(self._of_names(self.a, self.b, names, False), offs) if names else None
-        return adapted_product(x, rows_as_multiplied(x, format, scale), self.weight, self.bias, offs, low)
+        return adapted_product(
+            x, rows_as_multiplied(x, format, scale), self.weight, self.bias, offs, low, zero_tail=True
+        )
 
     def extra_repr(self) -> str:
         sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}, {self.weight.format.name}"
