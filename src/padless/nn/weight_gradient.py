@@ -57,7 +57,7 @@ class DelayedWgrad:
 
 
 def _versions(*operands: Columns) -> list[int | None]:
-    """How often torch wrote to those that are tensors; quantized copies belong to nobody else."""
+    """The number of writes by torch to each that is a tensor; quantized copies are the layer's."""
     return [version_of(t) for t in operands if isinstance(t, torch.Tensor)]
 
 

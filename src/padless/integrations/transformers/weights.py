@@ -180,12 +180,12 @@ def _weight(module: Any, name: str) -> BlockScaledTensor:
 def _check_blocks_of_halves(module: Any, name: str, w13: BlockScaledTensor) -> None:
     """Raises ValueError where up's blocks begin with up's rows in the file, and inside of a block of both.
 
-    Gate and up have scales of their own in files; transformers puts one under the other, as many as for blocks of both.
+    In files each of gate and up has its scales; transformers puts one under the other, as many as for blocks of both.
     """
     rows = w13.logical_shape[-2] // 2
     if isinstance(module, FP8Experts) and w13.format == FP8_BLOCK and name == "gate_up_proj" and rows % 128 > 64:
         raise ValueError(
-            f"{label(module, name)} has {rows} rows of gate and as many of up, each in blocks of 128 of its own, which "
+            f"{label(module, name)} has {rows} rows of gate and as many of up, in separate blocks of 128 rows, which "
             "cannot be one weight: convert the checkpoint to bfloat16 by those blocks, then call quantize_experts"
         )
 

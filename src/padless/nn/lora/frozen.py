@@ -137,7 +137,7 @@ class _Product(torch.autograd.Function):
         if len(others) == _PACKED:
             assert y is not None
             ctx.save_for_backward(offs, data, scale, global_scale)
-            return y.detach()  # and no view, into which nobody could write
+            return y.detach()  # a view could not be written to
         given, of = rows if read is None else read, _factors(others[_PACKED:], how)
         ends = offs if groups is None else groups
         t = call("low_rank_down", given, list(of.a), ends, of.per_expert, 1.0)
