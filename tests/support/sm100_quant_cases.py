@@ -135,7 +135,7 @@ BUGS = {
     "sums given back too early": (VALUES, "last_read && i == OUT_CHUNKS_BEFORE_DRAINED - 1", "last_read && i == 0", "nvfp4"),
     "loads of sums not waited for": (VALUES, "    tcgen05_wait_ld();\n", "", "rows"),
     "no tcgen05 fence after done": (
-        "sm100_grouped/sm100_grouped_gemm.cu", "accumulator.phase);\n        tcgen05_fence_after_thread_sync();\n", "accumulator.phase);\n", "rows",
+        "sm100_grouped/sm100_grouped_gemm.cu", "accumulator.phase);\n    tcgen05_fence_after_thread_sync();\n", "accumulator.phase);\n", "rows",
     ),
     "up from the neighbouring columns": (VALUES, "chunk + OUT_CHUNKS :", "chunk + OUT_CHUNKS - 1 :", "concatenated, a tail and plain scales"),
     "up's scales where gate's are": (LOAD, "scale_tile + piece * (to_up / 128)", "scale_tile", "concatenated, one CTA, copied scales"),

@@ -16,6 +16,7 @@ from padless.nn.linear_function import grouped_linear
 from padless.nn.weight_codes import WeightCodes
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
+from padless.verify.fuzz.products import k_multiple
 from padless.verify.fuzz.shrink import shrunk
 from padless.verify.fuzz.states import sites
 from padless.verify.fuzz.states.layers import FRESH
@@ -267,3 +268,10 @@ def test_launches_by_all_facts_are_right(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sites, "grouped_gemm", remembering(sites.grouped_gemm, "nothing"))
     for number in range(8):
         assert judged(drawn("states.call", number, calls=["plain"] * 3), REFERENCE) == []
+
+
+def test_sizes_of_sites_fit_every_format_that_is_drawn_with_them() -> None:
+    drawn = [sites.constants(Draw(f"sizes {number}", "reference")) for number in range(300)]
+    assert any(b == "MXFP4_REPACKED" for one in drawn for _, b in one["pairs"])
+    for one in drawn:
+        assert all(k % k_multiple(a, b) == 0 for a, b in one["pairs"] for k in one["k"]), one

@@ -41,9 +41,12 @@ def constants(draw: Draw) -> Options:
     calls = ["grouped_gemm", "gemm", "quantize", "moe"]
     calls += ["list"] if arch != "sm_90a" else []
     calls += _OF_HOPPER if arch != "sm_100a" else []
-    sizes = (64, 96, 128, 160) if draw.backend != "cuda" else (128, 256, 384)
+    pairs = draw.sample(routes, 2)
+    multiple = max(products.k_multiple(a, b) for a, b in pairs)
+    every = (64, 96, 128, 160) if draw.backend != "cuda" else (128, 256, 384)
+    sizes = [size for size in every if size % multiple == 0]
     return {
-        "pairs": draw.sample(routes, 2),
+        "pairs": pairs,
         "layers": draw.one([one for one in _OF_MOE if one in routes]),
         "calls": draw.sample(calls, 3),
         "n": [draw.one(sizes) for _ in range(2)],
