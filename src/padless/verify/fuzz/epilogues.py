@@ -29,7 +29,7 @@ from padless.verify.fuzz.case import Change, judge_case, whole
 from padless.verify.fuzz.epilogue_outputs import Layout, Outputs, Parts
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
-from padless.verify.fuzz.products import Product, arch_of, k_multiple, shape
+from padless.verify.fuzz.products import Product, arch_of, k_multiple, may_replay, shape
 from padless.verify.tiles import config_of, routes_of
 
 # SwiGLU: the exponential within 2^-21, of which the sigmoid takes at most all, and four roundings of 2^-24; and what
@@ -93,13 +93,14 @@ def rest(always: tuple[str, ...], draw: Draw, fixed: Options) -> Options:
     found = shape(draw, fixed)
     groups = min(len(found["sizes"]), 5)
     multiple = max(N_MULTIPLE[fixed["gate_up"]], 16 if fixed["b"] == MXFP4_REPACKED.name else 1)
+    found["globals"] = draw.one((0, 1, groups))
     tiled = "blocked" in fixed["row_layout"] + fixed["column_layout"]  # a kernel may store zeros next to scales
-    others = [name for name in found["properties"] if name not in always and not (tiled and name == "replay")]
+    no_replay = tiled or not may_replay(draw, fixed, found)
+    others = [name for name in found["properties"] if name not in always and not (no_replay and name == "replay")]
     return found | {
         "sizes": found["sizes"][:groups],
         "n": draw.multiple(multiple, max(draw.limits.n, multiple)),
         "k": draw.multiple(k_multiple(fixed["a"], fixed["b"]), min(draw.limits.k, 512)),
-        "globals": draw.one((0, 1, groups)),
         "b_globals": draw.one((0, 1, groups)),
         "d_globals": draw.one((1, groups)),
         "nan_row": -1 if found["nan_row"] >= sum(found["sizes"][:groups]) else found["nan_row"],

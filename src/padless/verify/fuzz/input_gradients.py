@@ -97,9 +97,10 @@ class InputGradient(products.Product):
         self.place.judge.product("float64", out, self.exact, judging.BF16_PRECISION)
 
     def reference(self) -> torch.Tensor:
-        how = "tensor_core" if self.place.has_kernels else "float64"
+        """A kernel's float32, or sums in float64, which are rounded once."""
+        how, dtype = ("tensor_core", torch.float32) if self.place.has_kernels else ("float64", self.dtype)
         a, b = self.a.plain, self.b.plain
-        return fp4_input_gradient_reference(a, b, self.offs, out_dtype=torch.float32, accumulation=how)[: self.valid]
+        return fp4_input_gradient_reference(a, b, self.offs, out_dtype=dtype, accumulation=how)[: self.valid]
 
     def changes(self) -> Iterator[Change]:
         p, plain = self.operands, self.a.plain

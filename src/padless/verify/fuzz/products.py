@@ -13,7 +13,7 @@ import torch
 
 from padless.compat.cudnn.calls import grouped_gemm_quant
 from padless.compat.torch import scaled_grouped_mm
-from padless.formats import FP8_BLOCK, MXFP4_REPACKED, MXFP8, BlockScaledTensor
+from padless.formats import FP8_BLOCK, MXFP4_REPACKED, MXFP8, NVFP4, BlockScaledTensor
 from padless.kernels.launch import KernelChoice
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.kernels.table import QUANT, ROUTES
@@ -106,9 +106,16 @@ def shape(draw: Draw, constants: Options) -> Options:
         "hostile": [],
         "seed": draw.data_seed(),
     }
+    found["properties"] = [name for name in found["properties"] if name != "replay" or may_replay(draw, constants, found)]
     if draw.backend != "reference" and draw.maybe(0.04):
         found["hostile"] = draw.hostile_ends(groups, rows + found["past"])
     return found
+
+
+def may_replay(draw: Draw, constants: Options, found: Options) -> bool:
+    """Whether a call may follow with other ends in the same memory: a CPU compares those that a's scales were made for."""
+    has_groups = found["a_layout"] == "blocked_groups" or (constants["a"] == NVFP4.name and found["globals"] > 1)
+    return draw.backend == "cuda" or not has_groups
 
 
 def a_layout(draw: Draw, a: str) -> str:
