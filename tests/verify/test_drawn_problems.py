@@ -31,3 +31,13 @@ def test_other_ends_follow_only_where_scales_are_of_no_groups(call: str) -> None
     assert any("replay" in o["properties"] for o in drawn)
     assert len(of_groups) > 100
     assert not any("replay" in o["properties"] for o in of_groups)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_repacked_codes_are_not_quantized_to() -> None:
+    line = (
+        "states.call(pairs=[('BF16', 'MXFP4_REPACKED')], layers=('FP8_BLOCK', 'FP8_BLOCK'), calls=['quantize'], n=[64], "
+        "k=[64], seed=769540053, operations=[('call', 668)])"
+    )
+    problem = Problem.parse(line)
+    assert judged(problem, place_of("reference")) == []

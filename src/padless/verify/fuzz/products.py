@@ -106,14 +106,15 @@ def shape(draw: Draw, constants: Options) -> Options:
         "hostile": [],
         "seed": draw.data_seed(),
     }
-    found["properties"] = [name for name in found["properties"] if name != "replay" or may_replay(draw, constants, found)]
+    if not may_replay(draw, constants, found):
+        found["properties"] = [name for name in found["properties"] if name != "replay"]
     if draw.backend != "reference" and draw.maybe(0.04):
         found["hostile"] = draw.hostile_ends(groups, rows + found["past"])
     return found
 
 
 def may_replay(draw: Draw, constants: Options, found: Options) -> bool:
-    """Whether a call may follow with other ends in the same memory: a CPU compares those that a's scales were made for."""
+    """Whether a call with other ends in the same memory may follow: a CPU compares those that scales were made for."""
     has_groups = found["a_layout"] == "blocked_groups" or (constants["a"] == NVFP4.name and found["globals"] > 1)
     return draw.backend == "cuda" or not has_groups
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from padless import moe
-from padless.formats import FORMAT_BY_NAME
+from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP4_REPACKED
 from padless.layouts import GroupedColumns
 from padless.ops.grouped_gemm import gemm, grouped_gemm
 from padless.ops.grouped_gemm_list import grouped_gemm_list
@@ -259,7 +259,8 @@ def _wgrad(site: Site) -> Made:
 def _quantize(site: Site) -> Made:
     what = site.what
     x = site.normal(max(site.rows, 1), what["k"]).to(DTYPES[what["out"]])
-    format = FORMAT_BY_NAME[what["pair"][1]]
+    name = what["pair"][1]
+    format = MXFP4 if name == MXFP4_REPACKED.name else FORMAT_BY_NAME[name]  # codes are repacked, not quantized
     made = quantize(site.put(0, site.gapped(x)), format)
     fresh = quantize(x, format)
     again, values = dequantize(site.placed(4, made)), dequantize(fresh)
