@@ -203,7 +203,6 @@ BUGS: dict[str, tuple[Edit, tuple[str, ...], C]] = {
     "tokens' scales not waited for": (
         (PROMOTE, "now.token[i] * now.weights[0]; __syncwarp();", "now.token[i] * now.weights[0];"), ("race",), FEW,
     ),
-    "tokens' scales of two blocks in one place": ((PROMOTE, "[kb & 1];", "[0];"), ("race",), FEW),
     "scales of rows past M": (
         (PROMOTE, "(wanted < operands.sfa.last_row ? wanted : operands.sfa.last_row)", "wanted"), ("out-of-bounds",),
         C(),
