@@ -151,7 +151,7 @@ def test_refusals() -> None:
 @PARAMETERS
 @pytest.mark.parametrize("active", ["default", None])
 def test_rows_of_no_group_have_no_gradient(format: Any, activations: Any, least: float, active: str | None) -> None:
-    """Such as poisons a layer in front: memory that nobody wrote."""
+    """Memory that was not written there would make gradients of a layer in front NaN."""
     del least
     m, (x, offs, dy) = made(format, activations), drawn()
     m.active = active

@@ -141,7 +141,7 @@ def test_delayed_gradients_into_main_grad() -> None:
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
 @pytest.mark.parametrize("written", ["offs", "x"])
 def test_a_queue_refuses_operands_that_were_written_to(recipe: str, written: str) -> None:
-    """As autograd does without one. fp8 keeps codes of x, which nobody else writes."""
+    """As autograd does without one. fp8 keeps codes of x, which are its copy."""
     queue = DelayedWgrad()
     linear = GroupedLinear(2, 128, 128, recipe=recipe, delayed_wgrad=queue, dtype=torch.bfloat16)
     x, offs = torch.randn(64, 128).bfloat16(), torch.tensor([16, 64], dtype=torch.int32)

@@ -324,7 +324,14 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a consumer reads the queue before it is filled",
         ("race",),
-        ((QUEUE, "mbarrier_wait(full, pipeline.phase);", ";"),),
+        (  # and once more when it is: a tile that there is not may have rows without end
+            (
+                QUEUE,
+                "wait(); tile = queue.tiles[pipeline.stage];",
+                "(void)*static_cast<volatile int*>(&queue.tiles[pipeline.stage].rows);"
+                " wait(); tile = queue.tiles[pipeline.stage];",
+            ),
+        ),
     ),
     Bug(
         "store warp keeps its slot of the queue",

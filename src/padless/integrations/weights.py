@@ -203,10 +203,9 @@ class WeightCache:
     ) -> ExpertWeights:
         """The weights of these codes, scales and biases. Raises ValueError for a layout that is not known."""
         sources = (w13, w13_scale, w2, w2_scale, bias13, bias2)
-        key = tuple(None if t is None else _identity(t) for t in sources)
-        if self._weights is None or key != self._key:
+        if self._weights is None or _key_of(sources) != self._key:
             self._weights = self._built(w13, w13_scale, w2, w2_scale, bias13, bias2)
-            self._key, self.sources, self._memory = key, sources, _memory_of(sources)
+            self._note(sources)
         return self._weights
 
     def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
@@ -219,8 +218,13 @@ class WeightCache:
         """Writes what was built anew, where it lies."""
         if self._weights is not None:
             self._weights = rewritten(self._weights, self._built(*self.sources))
-            self._key = tuple(None if t is None else _identity(t) for t in self.sources)
-            self._memory = _memory_of(self.sources)
+            self._note(self.sources)
+
+    def _note(self, sources: tuple[torch.Tensor | None, ...]) -> None:
+        """Keeps the key and the memory of what the weights are made from, so that nothing else is at its address, also
+        where ``.data`` of a parameter is assigned."""
+        self._key, self.sources = _key_of(sources), sources
+        self._memory = tuple(None if t is None else t.detach() for t in sources)
 
 
 def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -228,10 +232,8 @@ def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else bias.detach().float().contiguous()
 
 
-def _memory_of(sources: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    """The tensors over the memory that they have now: kept, so that no other one can be at its address, also where
-    ``.data`` of a parameter is assigned."""
-    return tuple(None if t is None else t.detach() for t in sources)
+def _key_of(sources: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+    return tuple(None if t is None else _identity(t) for t in sources)
 
 
 def _identity(t: torch.Tensor) -> tuple[Any, ...]:

@@ -118,8 +118,8 @@ def select_config(problem: Problem) -> Sm90Fp8Config:
     """The kernel for a problem: of M, N, K, G, the output dtype and the number of multiprocessors, and the table of
     costs that this process uses (``cost_model.cost_table``).
 
-    Takes the tile with the least estimated time. Where groups have few rows it is the bytes that take time, which
-    nobody estimates: then tiles have at most 128 columns (`_wants_narrow_tiles`: 64), with which all sizes measured
+    Takes the tile with the least estimated time. Where groups have few rows it is the bytes that take time, which no
+    estimate has: then tiles have at most 128 columns (`_wants_narrow_tiles`: 64), with which all sizes measured
     were as fast or up to 3% faster; and where K is short as well, what a tile costs beyond its bytes:
     ``few_rows_tile``.
     """
