@@ -190,7 +190,7 @@ def test_many_tiles_are_wide() -> None:
     assert many.max_groups >= 512
 
 
-@pytest.mark.parametrize(("rows", "block_m"), [(8, 16), (96, 16), (512, 32), (768, 64), (769, None)])
+@pytest.mark.parametrize(("rows", "block_m"), [(8, 16), (96, 16), (512, 32), (1024, 64), (1025, None)])
 def test_a_swiglu_of_few_rows_needs_no_cluster(rows: int, block_m: int | None) -> None:
     chosen = host_quant.select_tile(Problem(rows, 1536, 7168, 64), SWIGLU)
     assert (chosen.block_m if chosen.few_rows else None) == block_m
