@@ -14,7 +14,7 @@ from numbers import Real
 import torch
 
 from padless import layouts
-from padless.arguments import check_readable, is_one_of, shown
+from padless.arguments import check_readable, check_sizes, is_one_of, shown
 from padless.formats import (
     FORMATS,
     FP8_BLOCK,
@@ -252,6 +252,7 @@ def _check_x(x: torch.Tensor, format: BlockScaledFormat, kind: str) -> None:
     if x.shape[-1] == 0 or x.shape[-1] % format.codes_per_byte != 0:
         even = "" if format.codes_per_byte == 1 else f" and even for {format.name}"
         raise ValueError(f"x must have K > 0{even}, got shape {tuple(x.shape)}")
+    check_sizes("x", x)
 
 
 def _check_options(
