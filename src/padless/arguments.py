@@ -7,6 +7,7 @@ what trains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+MOST_ROWS = 2**30
 _PARTS = ("data", "scale", "global_scale")  # of a BlockScaledTensor
 
 
@@ -53,6 +55,18 @@ def check_integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> N
     if not is_integer or not least <= value <= most:
         allowed = f"of {least} or more" if most == 2**31 - 1 else f"from {least} to {most}"
         raise ValueError(f"{name} is {shown(value)}; it must be an integer {allowed}")
+
+
+def check_sizes(name: str, t: torch.Tensor) -> None:
+    """Raises ValueError for more rows, along all dimensions but the last, or columns than kernels count in 32 bits."""
+    count: Any = t.numel()
+    if torch.compiler.is_compiling() or isinstance(count, torch.SymInt) or count < MOST_ROWS:
+        return  # of traced sizes it would become a guard
+    if math.prod(t.shape[:-1]) >= MOST_ROWS or t.shape[-1] >= MOST_ROWS:
+        raise ValueError(
+            f"{name} has shape {tuple(t.shape)}; its columns, and its rows along all other dimensions, must be fewer "
+            "than 2^30: give a part at a time"
+        )
 
 
 def check_number(name: str, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import padless
 from padless.moe import Routing, twins
+from padless.moe.routing import most_slots
 from support.moe_cases import draw_ids
 
 
@@ -105,8 +107,20 @@ def test_a_wrong_routing_is_noticed(planted: Callable[[torch.Tensor, int], Routi
         (torch.zeros((3, 2), dtype=torch.int64), 0, "num_experts is 0"),
         (torch.zeros((3, 2), dtype=torch.int64), 4097, "num_experts is 4097"),
         ([[1]], 4, "top_k_index"),
+        (torch.zeros((1, 1), dtype=torch.int32).expand(2**21 + 1, 16), 4096, "of 4096 experts 33554304 slots"),
+        (torch.zeros((1, 1), dtype=torch.int32).expand(2**27, 16), 8, "of 8 experts 2147483520 slots"),
     ],
 )
 def test_errors(ids: object, num_experts: int, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         padless.moe.route(ids, num_experts)
+
+
+@pytest.mark.parametrize("num_experts", [1, 8, 126, 127, 256, 1024, 4095, 4096])
+def test_the_table_of_counts_has_offsets_of_32_bits(num_experts: int) -> None:
+    """It has a row for each tile of slots and one more, and a column for each expert and two more."""
+    route = pytest.importorskip("padless.moe.triton.route")
+    columns = max(2 ** math.ceil(math.log2(num_experts + 2)), 128)
+    most = most_slots(num_experts)
+    assert (most // route.TILE + 1) * columns <= 2**31
+    assert (most // route.TILE + 2) * columns > 2**31

@@ -254,11 +254,21 @@ def test_sizes_are_refused_where_they_are_given(name: str) -> None:
         SIZES[name]()
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.0, -2.0, torch.tensor(0.0), torch.tensor([0.5, -1.0])])
+# Some of them are 0 in float32, or nothing.
+GLOBAL_SCALES = [0.0, -0.0, -2.0, torch.tensor(0.0), torch.tensor([0.5, -1.0]), 1e-300, 2.0**-150, 1e300, 10**40]
+GLOBAL_SCALES += [torch.tensor(1e-300, dtype=torch.float64)]
+
+
+@pytest.mark.parametrize("scale", GLOBAL_SCALES)
 def test_a_global_scale_is_positive(scale: Any) -> None:
     offs = torch.tensor([1, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^global_scale must be a positive number"):
         padless.quantize(normal(4, 32), NVFP4, global_scale=scale, offs=offs)
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, torch.finfo(torch.float32).max, float("inf"), float("nan"), 1])
+def test_a_global_scale_of_float32_is_taken(scale: float) -> None:
+    assert padless.quantize(normal(4, 32), NVFP4, global_scale=scale).global_scale.numel() == 1
 
 
 def test_a_recipe_that_the_sizes_do_not_fit_is_refused_when_it_is_assigned() -> None:

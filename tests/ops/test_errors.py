@@ -279,11 +279,23 @@ def test_what_torch_calls_contiguous_is() -> None:
 
 def test_too_many_rows_for_the_kernels_arithmetic() -> None:
     """Meta tensors: shapes without memory."""
-    for m, k in ((2**30, 16), (2**27, 16 * 128)):
+    for m, n, k, what in (
+        (2**30, N, 16, "each must be below 2^30"),
+        (M, 2**30, 16, "each must be below 2^30"),
+        (M, N, 2**30, "each must be below 2^30"),
+        (2**27, N, 16 * 128, "M * ceil(K / 128) must be below 2^31"),
+    ):
         data = torch.empty((m, k), dtype=torch.float8_e4m3fn, device="meta")
         a = BlockScaledTensor(data, torch.empty((m, -(-k // 128)), device="meta"), FP8_BLOCK)
-        with pytest.raises(ValueError, match=rf"M is {m} and K is {k}; M must be below 2\^30"):
-            padless.grouped_gemm(a, meta(weight(k=k)), OFFS.to("meta"))
+        codes_of_b = torch.empty((2, n, k), dtype=torch.float8_e4m3fn, device="meta")
+        scale_of_b = torch.empty((2, -(-n // 128), -(-k // 128)), device="meta")
+        b = BlockScaledTensor(codes_of_b, scale_of_b, FP8_BLOCK)
+        with pytest.raises(ValueError, match=re.escape(what)):
+            padless.grouped_gemm(a, b, torch.empty(2, dtype=torch.int32, device="meta"))
+    for m, n, k in ((2**30, N, 16), (M, 2**30, 16), (M, N, 2**30)):
+        a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((m, k), (n, k)))
+        with pytest.raises(ValueError, match=re.escape(f"M is {m}, N is {n} and K is {k}; each must be below 2^30")):
+            padless.gemm(a, b)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "emulator", "emulator:sm_100a"])

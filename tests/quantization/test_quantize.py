@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.moe import Activation, activate_quantize
 from padless.quantization.quantize import dequantize, quantize
+from padless.quantization.rows_columns import quantize_rows_columns
 from support import slow_formats
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -179,6 +181,20 @@ def test_bad_arguments_are_named(message: str) -> None:
     args, kwargs = BAD_CALLS[message]
     with pytest.raises(ValueError, match=message):
         quantize(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((2**30, 2), "activation"), ((2, 2**30), "activation"), ((2**15, 2**15, 2), "weight")]
+)
+def test_more_rows_or_columns_than_kernels_count(shape: tuple[int, ...], kind: str) -> None:
+    x = torch.zeros(1).expand(shape)
+    with pytest.raises(ValueError, match=r"^x has shape \(.*must be fewer than 2\^30"):
+        quantize(x, FP8_BLOCK, kind=kind)
+    if kind == "activation":
+        with pytest.raises(ValueError, match=r"^x has shape \(.*must be fewer than 2\^30"):
+            quantize_rows_columns(x, torch.tensor([2]))
+        with pytest.raises(ValueError, match=r"^x has shape \(.*must be fewer than 2\^30"):
+            activate_quantize(x, Activation("silu"), None)
 
 
 def test_dequantize_wants_a_block_scaled_tensor() -> None:

@@ -263,6 +263,26 @@ def low_rank_products(device: str) -> None:
 
 
 @case
+def rows_and_factors_far_apart(device: str) -> None:
+    """Rows in each 16th of which an offset of 32 bits ends, and a factor that is longer than those reach."""
+    from padless.nn.lora import low_rank
+    from padless.nn.triton import low_rank as kernels
+
+    apart = 2**31 // 15 + 1
+    rows = torch.empty(17 * apart, dtype=torch.bfloat16, device=device).as_strided((17, 32), (apart, 1))
+    rows.copy_(torch.randn((17, 32), generator=torch.Generator().manual_seed(5)))
+    a = [torch.ones((1, 16, 32), dtype=torch.bfloat16, device=device)]
+    offs = offs_of((17,), device)
+    got = kernels.low_rank_down(rows, a, offs, 1, 1.0, 16)
+    assert_bits("rows far apart", got, low_rank.down(rows.cpu().contiguous(), [t.cpu() for t in a], offs.cpu(), 1, 1.0))
+    for strides, is_known in (((64, 1, 2**25), True), ((1, 2**27, 1), False), ((1, 1, 2**26), False)):
+        factor = torch.empty_strided((2, 16, 32), strides, dtype=torch.bfloat16, device="meta")
+        (given,) = kernels.launches_of([factor], 2, 1)
+        assert given.is_known == is_known, strides
+        assert is_known or given.factors[0].is_contiguous()
+
+
+@case
 def activated_sums(device: str) -> None:
     """The activation of what is added, in every arrangement, in bfloat16 and FP8_BLOCK: the bits of two passes."""
     from padless import FP8_BLOCK

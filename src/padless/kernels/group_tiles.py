@@ -14,6 +14,7 @@ from padless.kernels.launch import KernelConfig, Prepared, load_kernel, persiste
 from padless.runtime.driver import Argument, Driver, LaunchShape
 
 _LINE = 16  # bytes of a copy
+_MOST_APART = 2**29  # values from a row to the next: kernels step by two rows' bytes, which have 32 bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +42,15 @@ class TokenGroups:
 
 
 def fits(offs: torch.Tensor, *values: torch.Tensor) -> bool:
-    """Whether the kernels take offs and values: at most MAX_GROUPS groups; bfloat16 rows at multiples of 16 bytes."""
+    """Whether the kernels take offs and values: at most MAX_GROUPS groups; bfloat16 rows at multiples of 16 bytes, less
+    than ``_MOST_APART`` values from one to the next.
+    """
     return 0 < offs.shape[0] <= MAX_GROUPS and all(
         t.dtype == torch.bfloat16
         and t.stride(1) == 1
         and t.data_ptr() % _LINE == 0
         and t.stride(0) * t.element_size() % _LINE == 0
+        and t.stride(0) < _MOST_APART
         for t in values
     )
 

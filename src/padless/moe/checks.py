@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from padless.arguments import check_sizes
 from padless.kernels.config import MAX_GROUPS
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
+from padless.row_groups import is_readable
 from padless.runtime.devices import on_device_of as on_device_of
 
 MAX_TOP_K = 16
@@ -31,6 +33,7 @@ def check_matrix(name: str, t: object, rows: int | None, columns: int | None, de
         raise ValueError(
             f"{name} must be {sizes[0]} x {sizes[1]} bfloat16, float16 or float32 on {device}, got {describe(t)}{remedy}"
         )
+    check_sizes(name, t)
 
 
 def check_device(name: str, t: torch.Tensor | None, x: torch.Tensor) -> None:
@@ -55,6 +58,20 @@ def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None
         raise ValueError(f"inverse must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(inverse)}")
     if rows is not None and inverse.numel() > rows:
         raise ValueError(f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows")
+    if rows is not None and is_readable(inverse) and inverse.numel() > 0 and (largest := int(inverse.max())) >= rows:
+        raise ValueError(f"inverse has row {largest} and there are {rows} rows; it must be that of their route")
+
+
+def check_each_row(inverse: torch.Tensor) -> None:
+    """Raises ValueError unless the slots' rows are all rows, each once; on a GPU they are not looked at."""
+    if is_readable(inverse):
+        flat = inverse.flatten()
+        rows = torch.where(flat < 0, -1 - flat, flat).sort().values
+        if not torch.equal(rows, torch.arange(rows.numel(), dtype=rows.dtype)):
+            raise ValueError(
+                f"inverse must have each of {rows.numel()} rows once (see padless.moe.route), got rows from {rows[0]} "
+                f"to {rows[-1]}"
+            )
 
 
 def runs_triton(t: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,3 +53,17 @@ def check_ids(top_k_index: object, num_experts: int) -> None:
     if not 1 <= top_k_index.shape[1] <= MAX_TOP_K:
         raise ValueError(f"top_k_index must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(top_k_index)}")
     check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    slots: Any = top_k_index.numel()
+    if torch.compiler.is_compiling() or isinstance(slots, torch.SymInt):
+        return  # it would become a guard
+    if slots > (most := most_slots(num_experts)):
+        raise ValueError(
+            f"top_k_index is (T, k) = {tuple(top_k_index.shape)}; of {num_experts} experts {most} slots can be sorted "
+            "at most: give fewer tokens a call"
+        )
+
+
+def most_slots(num_experts: int) -> int:
+    """Slots that can be sorted: the table of counts, a row for each 128 slots and one for all, has 32-bit offsets."""
+    bins = max(1 << (num_experts + 1).bit_length(), 128)
+    return 128 * (2**31 // bins - 1)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from padless.arguments import is_one_of, shown
+from padless.arguments import MOST_ROWS, is_one_of, shown
 from padless.formats import OUT_DTYPES, TILE_ROWS, BlockScaledTensor, blocked_size, ceil_div
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.table import BF16, ROUTES, format_name
@@ -66,11 +66,11 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     _check_global_scales("b", b, num_groups)
     check_rows(_name_of_data(a), data_of(a))
     check_rows("b.data", b.data)
-    if m >= 2**30:
-        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * ceil(K / 128) below 2^31")
+    if m >= MOST_ROWS or n >= MOST_ROWS or k >= MOST_ROWS:
+        raise ValueError(f"M is {m}, N is {n} and K is {k}; each must be below 2^30")
     if isinstance(a, BlockScaledTensor) and a.scale.numel() >= 2**31 - 2**20:
         blocks = f"ceil(K / {a.format.block_k})"
-        raise ValueError(f"M is {m} and K is {k}; M must be below 2^30 and M * {blocks} below 2^31")
+        raise ValueError(f"M is {m} and K is {k}; M * {blocks} must be below 2^31")
 
 
 def about_k(a: tuple[int, ...], b: tuple[int, ...]) -> str:

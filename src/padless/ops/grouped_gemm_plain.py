@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import check_flag, refuse_gradients, refuse_kinds
+from padless.arguments import MOST_ROWS, check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.remembered import facts_of, known, launch_remembered
@@ -113,8 +113,8 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
     if num_groups > MAX_GROUPS:
         raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
-    if m >= 2**30:
-        raise ValueError(f"M is {m}; it must be below 2^30")
+    if m >= MOST_ROWS or n >= MOST_ROWS or k >= MOST_ROWS:
+        raise ValueError(f"M is {m}, N is {n} and K is {k}; each must be below 2^30")
     check_rows("a", a)
     if b.numel() > 0 and not any(
         b.stride(inner) == 1 and (b.shape[outer] == 1 or b.stride(outer) >= b.shape[inner])

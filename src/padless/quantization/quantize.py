@@ -8,13 +8,14 @@ kernels of `padless.quantization.triton`, equal to it bit for bit: `fp8_block`, 
 from __future__ import annotations
 
 import importlib.util
+import math
 from functools import cache
 from numbers import Real
 
 import torch
 
 from padless import layouts
-from padless.arguments import check_readable, is_one_of, shown
+from padless.arguments import check_readable, check_sizes, is_one_of, shown
 from padless.formats import (
     FORMATS,
     FP8_BLOCK,
@@ -36,6 +37,7 @@ from padless.runtime.devices import on_device_of
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_MAJORS = ("mn", "k")
+_BECOMES_ZERO = 2.0**-150  # in float32, to even
 
 # The allowed values of scale_rule, the default first.
 SCALE_RULES: dict[BlockScaledFormat, tuple[str, ...]] = {
@@ -252,6 +254,7 @@ def _check_x(x: torch.Tensor, format: BlockScaledFormat, kind: str) -> None:
     if x.shape[-1] == 0 or x.shape[-1] % format.codes_per_byte != 0:
         even = "" if format.codes_per_byte == 1 else f" and even for {format.name}"
         raise ValueError(f"x must have K > 0{even}, got shape {tuple(x.shape)}")
+    check_sizes("x", x)
 
 
 def _check_options(
@@ -292,15 +295,19 @@ def _check_options(
 
 
 def _check_global_scale(given: object) -> None:
-    """Raises ValueError unless every scale is positive, Inf or NaN; values on a GPU are not validated."""
+    """Raises ValueError unless every scale is positive, Inf or NaN, and so in float32; values on a GPU are not
+    validated.
+    """
     wanted = "global_scale must be a positive number, or a float32 tensor of one for each group"
     if isinstance(given, torch.Tensor):
         if not given.is_floating_point():
             raise ValueError(f"{wanted}, got {shown(given)}")
-        if is_readable(given) and bool((given <= 0).any()):
+        if is_readable(given) and bool((given <= _BECOMES_ZERO).any()):
             raise ValueError(f"{wanted}, got {given.flatten().tolist()[:4]}")
-    elif isinstance(given, bool) or not isinstance(given, (Real, torch.SymFloat)) or given <= 0:
+    elif isinstance(given, bool) or not isinstance(given, (Real, torch.SymFloat)) or given <= _BECOMES_ZERO:
         raise ValueError(f"{wanted}, got {shown(given)}")
+    elif not given <= torch.finfo(torch.float32).max and given < math.inf:
+        raise ValueError(f"{wanted}, got {shown(given)}, which float32 does not hold")
 
 
 def _check_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag, check_readable, is_one_of, refuse_kinds, shown
+from padless.arguments import check_flag, check_readable, check_sizes, is_one_of, refuse_kinds, shown
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.layouts import ALIGNMENTS, GroupedColumns, empty_mn_major, to_mn_major
 from padless.quantization import columns_rules
@@ -78,6 +78,7 @@ def check_values(name: str, x: torch.Tensor, wanted: str) -> None:
         raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}")
     if x.dim() != 2 or x.shape[1] == 0:
         raise ValueError(f"{name} must be {wanted} with at least one column, got shape {tuple(x.shape)}")
+    check_sizes(name, x)
 
 
 def checked_offs(offs: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -210,6 +210,12 @@ def test_what_does_not_fit_is_left_to_triton() -> None:
     assert swiglu_host.fits(x, torch.zeros(20, 512, dtype=torch.bfloat16), offs)
     assert not swiglu_host.fits(x[:, :144], torch.zeros(20, 288, dtype=torch.bfloat16), offs)
     assert not swiglu_host.fits(x, torch.zeros(20, 512), offs)
+    near, far = (
+        torch.empty_strided((20, 256), (apart, 1), dtype=x.dtype, device="meta") for apart in (2**29 - 8, 2**29)
+    )
+    assert columns_host.fits(near, offs)
+    assert not columns_host.fits(far, offs)
+    assert not swiglu_host.fits(far, torch.zeros(20, 512, dtype=torch.bfloat16), offs)
 
 
 # --- planted bugs ----------------------------------------------------------------------------------------

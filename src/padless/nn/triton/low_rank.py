@@ -21,6 +21,7 @@ LEAST_ROWS, _MOST_ROWS = 16, 32  # of a tile: no fewer than tensor cores take, n
 _PROGRAMS = 512
 _FEW_ROWS = 1024
 COLUMNS = 128
+_NEAR = 2**31  # elements: the kernels' offsets inside of a tile of rows, and of a factor, have 32 bits
 
 
 class Slots(NamedTuple):
@@ -42,6 +43,7 @@ def low_rank_down(
 ) -> torch.Tensor:  # fmt: skip
     """`padless.nn.lora.low_rank.down`, of rows whose last stride is 1; neither M nor K is 0."""
     m = rows.shape[0] if tokens is None else tokens.shape[0]
+    rows = rows if tokens is not None or _MOST_ROWS * rows.stride(0) < _NEAR else rows.contiguous()
     t = torch.empty((m, width), dtype=torch.bfloat16, device=rows.device)
     tiles = _tiles_of(m, 1, offs.shape[0])
     for given in launches_of(factors, offs.shape[0], per_expert):
@@ -146,7 +148,9 @@ class Given(NamedTuple):
 
 def launches_of(factors: Sequence[torch.Tensor], groups: int, per_expert: int) -> list[Given]:
     """The arguments of each launch."""
-    is_known = len({(t.stride(), t.dtype) for t in factors}) == 1
+    (_, height, columns), (_, *strides) = factors[0].shape, factors[0].stride()
+    is_near = height * strides[0] + columns * strides[1] < _NEAR
+    is_known = is_near and len({(t.stride(), t.dtype) for t in factors}) == 1
     if not is_known:
         factors = [t.contiguous() for t in factors]
     hardware = casts.casts_in_hardware(factors[0].device)
