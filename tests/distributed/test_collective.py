@@ -7,9 +7,10 @@ import torch
 
 from padless.testing import exchange
 from padless.testing.ranks import RankError, RankPool, raise_first, run_ranks
-from support import ep_cases, ep_edges, ep_slots
+from support import ep_cases, ep_composed, ep_edges, ep_slots
 
-CASES = [name for name in ep_cases.CASES if name not in ep_edges.CASES]  # those are in test_edges.py
+ELSEWHERE = ep_edges.CASES | ep_composed.CASES  # test_edges.py, test_composed.py
+CASES = [name for name in ep_cases.CASES if name not in ELSEWHERE]
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from padless.verify.ranks.exchange import (
     check_invariance,
     check_sizes,
 )
-from support import ep_edges, ep_layers, ep_lora, ep_moe, ep_slots
+from support import ep_composed, ep_edges, ep_layers, ep_lora, ep_moe, ep_slots
 from support.ep_layers import experts_of
 
 Case = Callable[[Ranks], None]
@@ -276,7 +276,7 @@ def errors(ranks: Ranks) -> None:
     check_exchange(ranks, p, ep, padless.FP8_BLOCK, None, 2)
 
 
-CASES |= ep_layers.CASES | ep_moe.CASES | ep_edges.CASES | ep_slots.CASES | ep_lora.CASES
+CASES |= ep_layers.CASES | ep_moe.CASES | ep_edges.CASES | ep_slots.CASES | ep_lora.CASES | ep_composed.CASES
 
 
 # --- processes -------------------------------------------------------------------------------------------

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from padless.arguments import check_integer, check_number
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import PLAIN
 from padless.distributed.settings import Settings
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K, check_matrix
 from padless.ops.checks import describe
-from padless.runtime.choices import ScaleMajor
+from padless.quantization.quantize import check_scale_rule
+from padless.runtime.choices import ScaleMajor, ScaleRule
 
 SUMS = ("ranks", "slots")
 HIDDEN_MULTIPLE = 32  # so that codes of every format are whole 16-byte words
@@ -24,27 +26,31 @@ def check_settings(
     max_tokens: int,
     fmt: object,
     scale_major: ScaleMajor | None,
+    scale_rule: ScaleRule | None,
     timeout: float,
     programs: int | None,
 ) -> ScaleMajor:
     """The scale_major to use. Raises ValueError."""
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        raise ValueError(f"num_experts is {num_experts}; it must be from 1 to {MAX_EXPERTS}")
-    if hidden < HIDDEN_MULTIPLE or hidden % HIDDEN_MULTIPLE != 0:
+    check_integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    check_integer("hidden", hidden, HIDDEN_MULTIPLE)
+    if hidden % HIDDEN_MULTIPLE != 0:
         raise ValueError(f"hidden is {hidden}; it must be a positive multiple of {HIDDEN_MULTIPLE}")
-    if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(f"top_k is {top_k}; it must be from 1 to {MAX_TOP_K}")
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    check_integer("top_k", top_k, 1, MAX_TOP_K)
+    check_integer("max_tokens", max_tokens, 1)
+    check_number("timeout", timeout)
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout} seconds; it must be positive")
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}; it must be at least 1, or None")
+    if programs is not None:
+        check_integer("programs", programs, 1)
     if fmt not in PLAIN and fmt not in FORMATS:
         names = ", ".join(f.name for f in FORMATS)
         raise ValueError(f"fmt is {fmt!r}; allowed: {names}, torch.bfloat16, torch.float32")
     if scale_major not in (None, "mn", "k") or (scale_major == "mn" and fmt != FP8_BLOCK):
         raise ValueError(f"scale_major is {scale_major!r}; allowed: 'mn' for FP8_BLOCK, 'k', None")
+    if isinstance(fmt, BlockScaledFormat):
+        check_scale_rule(fmt, scale_rule)
+    elif scale_rule is not None:
+        raise ValueError(f"scale_rule must be None for rows that are not quantized, got {scale_rule!r}")
     return scale_major or ("mn" if fmt == FP8_BLOCK else "k")
 
 
@@ -54,7 +60,7 @@ def check_capacity(capacity: int | str | None, backend: str, default: int) -> in
         return default
     if capacity == "exact" and backend != "symm":
         return capacity
-    if isinstance(capacity, int) and capacity >= 1:
+    if isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 1:
         return capacity
     raise ValueError(f"capacity is {capacity!r}; allowed: a positive number of rows, None, and 'exact' but for 'symm'")
 
@@ -82,7 +88,7 @@ def device_of(group: dist.ProcessGroup, device: torch.device | str | None) -> to
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
     try:
         device = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}; it must be a torch.device or the name of one") from error
     if device == torch.device("cuda"):
         device = torch.device("cuda", torch.cuda.current_device())

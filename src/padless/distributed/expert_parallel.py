@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -89,19 +89,22 @@ class ExpertParallel:
         sums: Sums = "ranks",
     ) -> None:
         group = process_group(group_or_mesh)
+        with suppress(TypeError):  # None, and what is no sequence, stays
+            expert_map = list(expert_map)  # type: ignore[arg-type]
         given = {
             "num_experts": num_experts, "hidden": hidden, "top_k": top_k, "max_tokens": max_tokens,
             "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
-            "expert_map": list(expert_map) if isinstance(expert_map, Iterable) else expert_map,
-            "scale_major": scale_major, "scale_rule": scale_rule, "timeout": timeout, "programs": programs,
-            "gradient_fmt": getattr(gradient_fmt, "name", gradient_fmt), "sums": sums,
+            "expert_map": expert_map, "scale_major": scale_major, "scale_rule": scale_rule, "timeout": timeout,
+            "programs": programs, "gradient_fmt": getattr(gradient_fmt, "name", gradient_fmt), "sums": sums,
         }  # fmt: skip
         self.group, self.rank, self.num_ranks = group, dist.get_rank(group), dist.get_world_size(group)
         problem, facts = None, {}
         try:
             if backend not in BACKENDS:
                 raise ValueError(f"backend is {backend!r}; allowed: {', '.join(map(repr, BACKENDS))}")
-            major = checks.check_settings(num_experts, hidden, top_k, max_tokens, fmt, scale_major, timeout, programs)
+            major = checks.check_settings(
+                num_experts, hidden, top_k, max_tokens, fmt, scale_major, scale_rule, timeout, programs
+            )
             checks.check_gradient_format(gradient_fmt, fmt)
             checks.check_sums(sums)
             self.device = checks.device_of(group, device)
@@ -123,6 +126,10 @@ class ExpertParallel:
         self.expert_map: tuple[int, ...] = tuple(placement.rank_of.tolist())
         self.local_experts = placement.local_experts
         self._backend = choose_backend(backend, group, self.device, self.settings, on_device)
+
+    def __deepcopy__(self, memo: Any) -> ExpertParallel:
+        """The object itself: a copy of a layer sends its tokens as the layer does."""
+        return self
 
     @property
     def backend(self) -> str:
@@ -230,7 +237,10 @@ def process_group(group_or_mesh: Any) -> dist.ProcessGroup:
         return group
     if isinstance(group_or_mesh, dist.ProcessGroup):
         return group_or_mesh
-    if hasattr(group_or_mesh, "get_group") and getattr(group_or_mesh, "ndim", 0) == 1:
+    is_mesh = hasattr(group_or_mesh, "get_group") and getattr(group_or_mesh, "ndim", 0) == 1
+    if group_or_mesh is dist.GroupMember.NON_GROUP_MEMBER or (is_mesh and group_or_mesh.get_coordinate() is None):
+        raise ValueError("group_or_mesh is of other ranks than this one; make the object on its ranks alone")
+    if is_mesh:
         found: dist.ProcessGroup = group_or_mesh.get_group()
         return found
     raise ValueError(

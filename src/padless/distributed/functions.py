@@ -13,12 +13,14 @@ from padless.gradients import once_differentiable
 
 
 def tracked(t: torch.Tensor) -> torch.Tensor:
-    """t, or with grad mode on an alias of it that requires grad.
+    """t, or with grad mode on an alias of it that requires grad, a copy of what inference mode made.
 
     A rank has rows and sums of other ranks, which may require gradients where its own tokens and weights do not. So with
     grad mode on every call is one of autograd's, on every rank, and the backward pass makes the same exchanges on all.
     """
-    return t if t.requires_grad or not torch.is_grad_enabled() else t.detach().requires_grad_()
+    if t.requires_grad or not torch.is_grad_enabled():
+        return t
+    return (t.clone() if t.is_inference() else t.detach()).requires_grad_()
 
 
 class Dispatch(torch.autograd.Function):

@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.arguments import refuse_gradients
+from padless.arguments import check_type, refuse_gradients, shown
+from padless.distributed.checks import check_tokens
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed, tracked
 from padless.distributed.plan import ExpertPlan
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import once_differentiable
 from padless.moe import backward
 from padless.moe.activation import Activation
-from padless.moe.layer import Projection
+from padless.moe.layer import Projection, moe
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lowered_by_lift, quantize_lifted
 from padless.quantization.quantize import quantize
 from padless.runtime.choices import BackendName
+from padless.runtime.devices import chosen_backend, device_of
 
 if TYPE_CHECKING:
     from padless.distributed.expert_parallel import ExpertParallel
@@ -102,28 +104,31 @@ def expert_parallel_moe(
 
     Rows are weighted when they are summed, see `ExpertParallel.combine`. A collective call. Raises ValueError.
     """
+    if not hasattr(ep, "_moe"):
+        raise ValueError(f"ep must be a padless.distributed.ExpertParallel, got {shown(ep)}")
     with ep.checking():
-        if (experts_fn is None) == (w13 is None or w2 is None):
+        given = [name for name, value in (("experts_fn", experts_fn), ("w13", w13), ("w2", w2)) if value is not None]
+        if given not in (["experts_fn"], ["w13", "w2"]):
             raise ValueError("experts_fn or both w13 and w2 must be given, and not both; give one of them")
-        for name, w in (("w13", w13), ("w2", w2)):
-            if w is not None and (w.data.dim() != 3 or w.data.shape[0] != len(ep.local_experts)):
-                raise ValueError(
-                    f"{name} must be (Eloc, N, K) weights of this rank's {len(ep.local_experts)} experts, got shape "
-                    f"{tuple(w.data.shape)}"
-                )
         if experts_fn is None:
+            check_tokens(ep.settings, ep.device, x, ids, weights, global_scale1)
             refuse_gradients(x=x, weights=weights)
+            check_type("activation", activation, Activation)
+        elif not callable(experts_fn):
+            raise ValueError(f"experts_fn must be a function of rows and offs, got {shown(experts_fn)}")
     if experts_fn is not None:
         rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
         return ep.combine(experts_fn(rows, plan.offs), plan, weighted=True)
     assert w13 is not None
     assert w2 is not None
-    fmt = ep.settings.row_format.format
-    both, act = (Projection(w13, None, backend), Projection(w2, None, backend)), activation or Activation()
-    experts = QuantizedExperts(*both, act, fmt if isinstance(fmt, BlockScaledFormat) else None, (None, global_scale2))
+    act, fmt = activation or Activation(), ep.settings.row_format.format
     with torch.no_grad():
-        rows, plan = ep.dispatch(x, ids, weights, global_scale=global_scale1)
-        return ep.combine(experts.product(rows, plan.offs), plan, weighted=True)
+        return moe(
+            x.to(fmt) if isinstance(fmt, torch.dtype) else x, ids, weights, w13, w2, activation=act.kind,
+            gate_up=act.gate_up, alpha=act.alpha, limit=act.limit, up_offset=act.up_offset, activations=fmt,
+            global_scale1=global_scale1, global_scale2=global_scale2, out_dtype=ep.settings.partial, backend=backend,
+            ep=ep,
+        )  # fmt: skip
 
 
 def moe_over_ranks(
@@ -170,6 +175,8 @@ def check(
             f"x has {x.shape[1]} columns and top_k_index {top_k_index.shape[1]}, and ep is for {s.hidden} and "
             f"{s.top_k}; make it with hidden= and top_k= of the layer"
         )
+    if (backend := chosen_backend(experts.first.backend, x)) != "reference":
+        device_of(backend, x)
     sent, scale = s.row_format.format, experts.global_scales[0]
     if isinstance(sent, BlockScaledFormat):
         if sent != experts.format:

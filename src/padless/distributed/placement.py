@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 
@@ -40,8 +41,8 @@ def place(num_experts: int, num_ranks: int, rank: int, expert_map: Sequence[int]
             )
         expert_map = [e * num_ranks // num_experts for e in range(num_experts)]
     try:
-        ranks = [int(r) for r in expert_map]
-    except (TypeError, ValueError):
+        ranks = [index(r) for r in expert_map]
+    except TypeError:
         ranks = []
     if len(ranks) != num_experts or any(not 0 <= r < num_ranks for r in ranks):
         raise ValueError(
@@ -50,6 +51,7 @@ def place(num_experts: int, num_ranks: int, rank: int, expert_map: Sequence[int]
     for empty in sorted(set(range(num_ranks)) - set(ranks)):
         raise ValueError(f"expert_map gives rank {empty} no expert; each rank must have at least one")
     local = tuple(e for e, r in enumerate(ranks) if r == rank)
-    index = torch.full((num_experts,), -1, dtype=torch.int32)
-    index[list(local)] = torch.arange(len(local), dtype=torch.int32)
-    return Placement(torch.tensor(ranks, dtype=torch.int32), index, local)
+    with torch.device("cpu"):  # and no other of a block around the call
+        local_index = torch.full((num_experts,), -1, dtype=torch.int32)
+        local_index[list(local)] = torch.arange(len(local), dtype=torch.int32)
+        return Placement(torch.tensor(ranks, dtype=torch.int32), local_index, local)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from padless.arguments import check_device, check_flag, check_integer, check_tensor_type, check_type, is_one_of, shown
@@ -19,7 +20,7 @@ from padless.nn.experts_function import Plan, apply_experts, check_gate_up, chec
 from padless.nn.linear import QuantizedModule, check_dtype
 from padless.nn.recipe import Recipe
 from padless.nn.weight_codes import has_backward
-from padless.nn.weight_gradient import DelayedWgrad
+from padless.nn.weight_gradient import DelayedWgrad, check_delayed
 from padless.runtime.choices import Score, SwigluGateUp
 
 SCORES = ("softmax", "sigmoid")
@@ -84,7 +85,8 @@ class Experts(QuantizedModule):
         """Draws the weights uniformly from +- 1 / sqrt(K), as torch.nn.Linear does.
 
         With ``ep`` every rank draws those of all experts, one after the other, and keeps its own: ranks of one seed then
-        have different experts, the same ones on any number of ranks.
+        have different experts, the same ones on any number of ranks. DTensors are drawn as torch draws them: on GPUs
+        ranks have different experts, on CPUs those of one seed have the same.
         """
         if self.ep is None or hasattr(self.w13, "to_local"):
             super().reset_parameters()
@@ -101,9 +103,11 @@ class Experts(QuantizedModule):
         """Makes the parameters DTensors of all E experts, Shard(0) over the ranks that ``ep`` was made of.
 
         mesh: their one-dimensional DeviceMesh, such as mesh["ep"]. FSDP2 may then shard them over another dimension of
-        the same mesh, and checkpoints have all experts. Raises ValueError without ``ep``, with ``delayed_wgrad``, and
-        where experts do not lie in runs of E / R.
+        the same mesh, and checkpoints have all experts. What is frozen stays so. Raises ValueError without ``ep``, with
+        ``delayed_wgrad`` or a ``main_grad``, for a mesh of other ranks, where experts do not lie in runs of E / R, and
+        where it was called before.
         """
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard  # half a second
 
         ep = self.ep
@@ -112,9 +116,19 @@ class Experts(QuantizedModule):
             raise ValueError("distribute is for experts with ep, which lie in runs of E / R on the ranks; give no map")
         if self.delayed_wgrad is not None:
             raise ValueError("delayed_wgrad is given, and gradients of DTensors go to autograd; give None")
+        ranks = dist.get_process_group_ranks(ep.group)
+        if not isinstance(mesh, DeviceMesh) or mesh.mesh.tolist() != ranks:
+            raise ValueError(f"mesh must be the one-dimensional DeviceMesh of ep's ranks {ranks}, got {mesh}")
         for name in ("w13", "w2"):
             weight = getattr(self, name)
-            setattr(self, name, nn.Parameter(DTensor.from_local(weight.data, mesh, [Shard(0)], run_check=False)))
+            if isinstance(weight, DTensor):
+                raise ValueError(f"{name} is a DTensor already; call distribute once")
+            if getattr(weight, "main_grad", None) is not None:
+                raise ValueError(f"{name} has a main_grad, and gradients of DTensors go to autograd; give none")
+        for name in ("w13", "w2"):
+            weight = getattr(self, name)
+            made = DTensor.from_local(weight.data, mesh, [Shard(0)], run_check=False)
+            setattr(self, name, nn.Parameter(made, weight.requires_grad))
 
     def forward(
         self,
@@ -136,11 +150,14 @@ class Experts(QuantizedModule):
                 raise ValueError(
                     f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
                 )
+            check_delayed(self.delayed_wgrad, w13=w13, w2=w2)
             if self.ep is not None:
                 check_sent(self.ep, self.recipe, x)
-        x = x if self.ep is None else tracked(x)
-        backward = has_backward(x, top_k_weights, w13, w2)
-        operands = self._operands("w13", parameter13, w13, backward), self._operands("w2", parameter2, w2, backward)
+                x, here = tracked(x), len(self.ep.local_experts)
+                check_shape("w13", w13, (here, 2 * self.intermediate, self.hidden))
+                check_shape("w2", w2, (here, self.hidden, self.intermediate))
+            backward = has_backward(x, top_k_weights, w13, w2)
+            operands = self._operands("w13", parameter13, w13, backward), self._operands("w2", parameter2, w2, backward)
         plan = Plan(self.recipe, self.gate_up, self.delayed_wgrad, self.ep)
         return apply_experts(x, top_k_index, top_k_weights, w13, w2, shared, plan, *operands)
 
@@ -186,6 +203,13 @@ def check_sent(ep: ExpertParallel, recipe: Recipe, x: torch.Tensor) -> None:
         )
     if x.dtype != ep.settings.row_format.format:
         raise ValueError(f"x is {x.dtype} and ep's rows are {ep.settings.row_format.format}; convert x")
+
+
+def check_shape(name: str, weight: torch.Tensor, wanted: tuple[int, int, int]) -> None:
+    """Raises ValueError for a weight of other experts, or of another size, than a layer was made for."""
+    if tuple(weight.shape) != wanted:
+        found = tuple(weight.shape)
+        raise ValueError(f"{name} is {found} and with ep it is of this rank's experts; it must be {wanted}")
 
 
 def checking(ep: ExpertParallel | None) -> AbstractContextManager[None]:
@@ -277,7 +301,8 @@ class MoE(nn.Module):
             _, index, weights = self.route(tokens)
             shared = None if self.shared is None else self.shared(tokens)
         out: torch.Tensor = self.experts(tokens, index, weights, shared)
-        return out.view(x.shape)
+        # FSDP2 loses its hooks of a view that is written to.
+        return out if x.dim() == 2 else torch.ops.aten._unsafe_view(out, x.shape)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, score={self.score!r}, normalize={self.normalize}"

@@ -115,6 +115,7 @@ def experts(
     backward = has_backward(x, top_k_weights, w13, w2)
     check_operands("operands13", operands13, recipe, backward)
     check_operands("operands2", operands2, recipe, backward)
+    check_delayed(delayed_wgrad, w13=w13, w2=w2)
     made13 = weight_operands(w13, recipe, backward=backward) if operands13 is None else operands13
     made2 = weight_operands(w2, recipe, backward=backward) if operands2 is None else operands2
     plan = Plan(recipe, gate_up, delayed_wgrad)
@@ -176,7 +177,6 @@ def apply_experts(
     operands2: WeightOperands,
 ) -> torch.Tensor:
     """`experts` of checked arguments."""
-    check_delayed(plan.delayed_wgrad, w13=w13, w2=w2)
     out: torch.Tensor = _Experts.apply(  # type: ignore[no-untyped-call]
         x, top_k_weights, w13, w2, shared, top_k_index, plan, *flat_operands(operands13), *flat_operands(operands2)
     )

@@ -10,7 +10,7 @@ from padless.nn.experts_function import Plan, apply_experts, check_gate_up
 from padless.nn.linear_function import check_weight
 from padless.nn.recipe import Recipe, as_recipe
 from padless.nn.weight_codes import WeightOperands, check_operands, has_backward, weight_operands
-from padless.nn.weight_gradient import DelayedWgrad
+from padless.nn.weight_gradient import DelayedWgrad, check_delayed
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES
 from padless.quantization.rows_columns import checked_offs
@@ -76,6 +76,7 @@ def experts_of_rows(
     backward = has_backward(x, prob, w13, w2)
     check_operands("operands13", operands13, recipe, backward)
     check_operands("operands2", operands2, recipe, backward)
+    check_delayed(delayed_wgrad, w13=w13, w2=w2)
     made13, made2 = (
         weight_operands(weight, recipe, backward=backward, input_major=input_major) if operands is None else operands
         for weight, operands in ((w13, operands13), (w2, operands2))

@@ -96,7 +96,7 @@ def quantize(
         is_read = kind == "weight" and x.is_cuda  # on a CPU scales are files' and references', which take them plain
         scale_layout = layouts.of_weight_scales(format, x.shape[-1]) if is_read else "plain"
     major = _check_options(format, kind, scale_major, scale_layout, global_scale, offs)
-    rule = _check_scale_rule(format, scale_rule)
+    rule = check_scale_rule(format, scale_rule)
     if offs is not None and offs.device != x.device:
         raise ValueError(f"offs is on {offs.device} and x on {x.device}; they must be on one device")
     if rows is not None:
@@ -324,7 +324,8 @@ def _check_rows(
         raise ValueError("global_scale is None; with rows NVFP4 must be given it (of all of x: amax / 2688)")
 
 
-def _check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:
+def check_scale_rule(format: BlockScaledFormat, scale_rule: str | None) -> str:
+    """The scale_rule to use, "" where a format has one alone. Raises ValueError."""
     allowed = SCALE_RULES[format]
     if scale_rule is None:
         return allowed[0] if allowed else ""

@@ -201,9 +201,14 @@ class LoraExperts(AdaptedModule):
         the adapters and biases that are parameters. No synchronization; safe in CUDA graphs. Raises ValueError.
         """
         if adapter_ids is None:
-            self._check_active()
+            with checking(self.ep):
+                self._check_active()
         has_adapter = adapter_ids is not None or self.active is not None
-        if not (has_adapter or self._sends_pairs or has_backward(x, top_k_weights, shared, self.bias13, self.bias2)):
+        if self.ep is None:
+            is_followed = has_backward(x, top_k_weights, shared, self.bias13, self.bias2)
+        else:
+            is_followed = torch.is_grad_enabled()  # other ranks' tokens may require grad
+        if not (has_adapter or self._sends_pairs or is_followed):
             return self._without_adapters(x, top_k_index, top_k_weights, shared)
         with checking(self.ep):
             self._check_tokens(x, top_k_index, top_k_weights, shared)
