@@ -1,4 +1,4 @@
-"""Tensors that calls keep for later ones on other streams: those wait for them, and their memory is given away behind."""
+"""Tensors that calls keep for later ones on other streams: those wait, and the memory is given away behind them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from padless.nn import GroupedLinear
 from padless.runtime.streams import Kept
 from support import hopper
 from support.hopper import STREAM, Gpu
+from support.public_calls import PUBLIC, replaced
 
 
 @pytest.fixture
@@ -74,3 +75,46 @@ def test_weights_that_a_plug_in_keeps(gpu: Gpu) -> None:
     assert orders_of(gpu, STREAM, weights) == []
     made = weights()
     assert orders_of(gpu, 0x9000, weights) == told([made.bias13], 0x9000)
+
+
+# --- a stream that is given ------------------------------------------------------------------------------
+
+GIVEN = {
+    "grouped_gemm_epilogue": "stream",
+    "grouped_gemm_quant": "current_stream",
+    "grouped_gemm_quant of cuDNN's tensors": "current_stream",
+    "GroupedGemmQuant.execute": "current_stream",
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_all_of_a_call_is_on_the_stream_that_it_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it launches, and what it fills and converts before, which nothing else would order."""
+    call, used = PUBLIC[name], list[int]()
+    arguments = call.arguments()
+    with hopper.pretended(arch="sm_100a") as gpu:
+        if name == "GroupedGemmQuant.execute":
+            arguments = call.arguments()  # compiled for this device
+            gpu.launched.clear()
+
+        def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given, **options: (used.append(gpu.stream), function(*given, **options))[1]
+
+        for maker in ("zeros", "full", "empty"):
+            monkeypatch.setattr(torch, maker, noted(getattr(torch, maker)))
+        call.function(**arguments, **{GIVEN[name]: 0x9000})
+        assert {one.stream for one in gpu.launched} == {0x9000}
+        assert set(used) <= {0x9000}
+        assert used or name == "GroupedGemmQuant.execute"
+        assert gpu.stream == STREAM, "the current stream stays"
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_stream_is_refused_where_a_call_is_traced(name: str) -> None:
+    call = PUBLIC[name]
+    arguments = {
+        key: replaced(value, lambda t: t.to("meta")) if key.startswith(("a", "sfa")) else value
+        for key, value in call.arguments().items()
+    }
+    with pytest.raises(ValueError, match=f"{GIVEN[name]} must be None in a call that is compiled"):
+        call.function(**arguments, **{GIVEN[name]: 0x9000})

@@ -140,6 +140,15 @@ class _Stream:
         self.gpu.orders.append(("wait", event.handle, self.handle))
 
 
+@contextmanager
+def _in_stream(stream: _Stream) -> Iterator[None]:
+    before, stream.gpu.stream = stream.gpu.stream, stream.handle
+    try:
+        yield
+    finally:
+        stream.gpu.stream = before
+
+
 def _as_parameter(kind: str, value: Any) -> bytes:
     if kind.startswith("*"):
         return struct.pack("<Q", value.data_ptr())
@@ -233,6 +242,7 @@ def pretended(quick: bool = False, arch: str = "sm_90a", num_sms: int = 132) -> 
             "get_device_name": lambda device=None: "Pretended",
             "is_current_stream_capturing": lambda: False,
             "current_stream": lambda device=None: _Stream(gpu, gpu.stream + gpu.index),
+            "ExternalStream": lambda handle, device=None: _Stream(gpu, handle), "stream": _in_stream,
         }  # fmt: skip
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)

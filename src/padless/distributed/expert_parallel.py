@@ -124,6 +124,19 @@ class ExpertParallel:
         self.local_experts = placement.local_experts
         self._backend = choose_backend(backend, group, self.device, self.settings, on_device)
 
+    def __copy__(self) -> ExpertParallel:
+        """Itself, as a deep copy: copies of a layer share its exchange."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ExpertParallel:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "an ExpertParallel belongs to a process group and cannot be pickled; save the layer's state_dict(), and "
+            "load it into a layer that is made with an ExpertParallel of the new processes"
+        )
+
     @property
     def backend(self) -> str:
         """Name of the backend: "collective", "symm" or "deepep"."""

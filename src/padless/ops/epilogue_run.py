@@ -163,17 +163,17 @@ def prepare(
 
 def compute(
     a: Activation, b: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors,
-    backend: BackendName | None, config: KernelChoice | None, stream: int | None = None, m_aligned: int = 1,
+    backend: BackendName | None, config: KernelChoice | None, m_aligned: int = 1,
     check_offs: bool = False,
 ) -> None:  # fmt: skip
     """Computes every output of ``epilogue`` into ``tensors``, which has them all; operands as ``prepare`` takes them.
     m_aligned and check_offs are for a traced call, which reads values when it runs."""
     if is_traced(data_of(a)):
-        traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, stream, m_aligned, check_offs)
+        traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, m_aligned, check_offs)
         return
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
-        prepared.launch(stream_of(data_of(a)) if stream is None else stream)
+        prepared.launch(stream_of(data_of(a)))
     elif chosen_backend(backend, data_of(a)) == "reference":
         check_config(QUANT, format_name(a), b.format.name, config)
         check_offs_values(offs, a.shape[0])

@@ -1,11 +1,13 @@
-"""Tensors that a call keeps for later ones, which may be on other streams than the one that they were made on."""
+"""Streams of calls: one that is given, and tensors that are kept for calls on others than the one they were made on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from padless.row_groups import is_traced
 from padless.runtime.devices import is_capturing
 from padless.runtime.driver import stream_of
 
@@ -37,3 +39,19 @@ class Kept:
         here.wait_event(self._written)
         for t in self._tensors:
             t.record_stream(here)
+
+
+def on_stream(name: str, handle: int | None, t: object) -> AbstractContextManager[object]:
+    """Makes a stream of t's GPU the current one, so that all of a call is on it: also what fills and converts tensors in
+    front of a launch, and the memory that it takes. None stands for the current one; a CPU has none.
+
+    name: the argument, in the error for a call that is traced.
+    """
+    if handle is None or not isinstance(t, torch.Tensor):  # which is refused later
+        return nullcontext()
+    if is_traced(t):
+        raise ValueError(
+            f"{name} must be None in a call that is compiled or exported, whose program has one stream; make this "
+            "stream torch's current one where the program runs"
+        )
+    return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=t.device)) if t.is_cuda else nullcontext()
