@@ -87,7 +87,9 @@ def with_outputs(
     if epilogue.d_dtype is not None:
         new["d"] = t.d if t.d is not None else torch.empty((m, n_out), dtype=epilogue.d_dtype, device=device)
     if epilogue.amax:
-        new["amax"] = t.amax if t.amax is not None else torch.full((num_groups,), -math.inf, device=device)
+        new["amax"] = t.amax
+        if t.amax is None:
+            new["amax"] = torch.full((num_groups,), -math.inf, dtype=torch.float32, device=device)
     for name, format in (("row_codes", epilogue.row_format), ("column_codes", epilogue.column_format)):
         if format is not None and getattr(t, name) is None:
             new[name] = _codes(format, m, n_out, device)
