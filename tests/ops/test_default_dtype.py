@@ -1,4 +1,4 @@
-"""What torch makes by default, in the caller's process, changes nothing of a call: dtype and device, also at the import.
+"""Defaults of torch in the caller's process, dtype and device, which change nothing of a call, also at the import.
 
 Loaders of models set both: transformers the dtype of a checkpoint, vLLM its dtype and the GPU, others meta.
 """
