@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from padless.arguments import check_device, detached, is_one_of, refuse_kinds, shown
-from padless.row_groups import RowGroups, check_offs, is_traced
+from padless.row_groups import RowGroups, check_offs, is_traced, row_groups_of
 
 KINDS = ("activation", "weight")
 
@@ -179,7 +179,7 @@ class BlockScaledTensor:
 
     def __reduce__(self) -> tuple[object, ...]:
         data, scale = _carried(self.data), _carried(self.scale)
-        return _tensor_from, (data, scale, self.format, self.global_scale, self.scale_layout, self.offs)
+        return _tensor_from, (data, scale, self.format, self.global_scale, self.scale_layout, self._given_offs())
 
     def __getitem__(self, group: int | slice) -> BlockScaledTensor:
         """Weights of one group, (N, K), or of a slice of groups, (G', N, K): views. Without groups a ValueError."""
@@ -223,8 +223,13 @@ class BlockScaledTensor:
         else:
             scale = change(_carried(self.scale)).view(self.scale.dtype)
         data = change(_carried(self.data)).view(self.data.dtype)
-        shared, offs = (None if t is None else change(t) for t in (self.global_scale, self.offs))
+        shared, offs = (None if t is None else change(t) for t in (self.global_scale, self._given_offs()))
         return BlockScaledTensor(data, scale, self.format, shared, self.scale_layout, offs)
+
+    def _given_offs(self) -> torch.Tensor | None:
+        """``offs`` with the values that the scales were made for. Raises ValueError where they are gone."""
+        groups = row_groups_of(self)
+        return self.offs if groups is None else groups.given()
 
     @property
     def shape(self) -> torch.Size:

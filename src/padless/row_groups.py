@@ -47,6 +47,20 @@ class RowGroups:
             return False
         return (offs.stride() == mine.stride() or offs.numel() < 2) and version_of(offs) == self._version
 
+    def given(self) -> torch.Tensor:
+        """The ends that this was made of, for a copy: ``offs``, or another tensor where it was written to since.
+
+        Raises ValueError on a GPU, where nothing else has them.
+        """
+        if self._ends is None and not self.is_of(self.offs):
+            raise ValueError(
+                "offs was written to since t was quantized with it, and a copy would be for other groups; copy t "
+                "before, or quantize again"
+            )
+        if self._ends is None or self.offs.tolist() == self._ends:
+            return self.offs
+        return torch.tensor(self._ends, dtype=self.offs.dtype)
+
     def check(self, name: str, offs: torch.Tensor | None, rows: int, num_groups: int, whose: str) -> None:
         """Raises ValueError unless the groups of ``offs`` are these; None stands for one group of all rows.
 
@@ -177,6 +191,10 @@ class GroupedColumns:
         for name in ("data", "scale", "offs", "starts", "block_starts"):
             check_tensor_type(name, getattr(self, name))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        parts = (self.scale, self.offs, self.starts, self.block_starts, self.block, self.alignment)
+        return _columns_from, (self.data.view(torch.uint8), *parts)  # pickle takes no float8
+
     @property
     def features(self) -> int:
         return self.data.shape[0]
@@ -184,6 +202,14 @@ class GroupedColumns:
     @property
     def num_groups(self) -> int:
         return self.offs.shape[0]
+
+
+def _columns_from(data: torch.Tensor, *others: Any) -> GroupedColumns:
+    """Columns of what ``GroupedColumns.__reduce__`` took apart."""
+    return GroupedColumns(data.view(torch.float8_e4m3fn), *others)
+
+
+torch.serialization.add_safe_globals([_columns_from])
 
 
 # --- END offsets from the forms of other packages --------------------------------------------------------

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
+from padless.distributed import ExpertParallel
 from padless.distributed.placement import place
 from padless.distributed.row_format import RowFormat, as_bytes
 from padless.testing.ranks import Rank, raise_first, run_ranks
@@ -58,3 +62,13 @@ def draws(rank: Rank, first: int, last: int) -> None:
 @pytest.mark.parametrize(("size", "first"), [(2, 10), (3, 0)])
 def test_many_draws(size: int, first: int) -> None:
     raise_first(run_ranks(draws, size, first, first + 20, cuda=False, backend="collective", timeout_s=300))
+
+
+def test_an_exchange_is_shared_by_copies_of_its_layer_and_is_not_pickled() -> None:
+    """It belongs to a process group, in which every rank makes the same calls of it."""
+    ep = ExpertParallel.__new__(ExpertParallel)
+    for copied in (copy.copy, copy.deepcopy):
+        assert copied([ep])[0] is ep
+        assert copied(ep) is ep
+    with pytest.raises(TypeError, match=r"an ExpertParallel .* save the layer's state_dict\(\)"):
+        pickle.dumps(ep)

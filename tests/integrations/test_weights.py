@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
 import pytest
 import torch
 
 from padless import FP8_BLOCK, quantize
+from padless.integrations import weights as kept_weights
 from padless.integrations.weights import WeightCache, refresh
+from support.between import with_one_between
 
 
 def codes(experts: int = 2) -> tuple[torch.Tensor, ...]:
@@ -36,3 +44,42 @@ def test_views_of_fewer_experts_are_other_weights() -> None:
     whole = cache.get(*weights)
     assert cache.get(*weights) is whole
     assert cache.get(*(t[:2] for t in weights)).w13.data.shape[0] == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_keeps_what_is_written_to_its_own_tensors(copied: Callable[[Any], WeightCache]) -> None:
+    """Not what the first one keeps, and `refresh` knows of it."""
+    tensors, bias = codes(), torch.nn.Parameter(torch.zeros(2, 256, dtype=torch.bfloat16), requires_grad=False)
+    first = WeightCache("")
+    kept = first.get(*tensors, bias)
+    second = copied(first)
+    assert second.get(*tensors, bias) is not kept
+    bias.data.fill_(3)  # which torch does not count
+    refresh(bias)
+    for cache in (first, second):
+        found = cache.get(*tensors, bias).bias13
+        assert found is not None
+        assert found.unique().tolist() == [3.0]
+
+
+def test_layers_may_be_made_while_others_are_refreshed() -> None:
+    """Wherever in the walk over them."""
+    place, is_between, alive = 0, True, [WeightCache("") for _ in range(3)]
+    while is_between:
+        place += 1
+        walk, made = (lambda: refresh(torch.empty(1))), (lambda: alive.append(WeightCache("")))
+        _, is_between = with_one_between(WeakSet.__iter__.__code__, place, walk, made, 0.02)
+        del alive[3:]
+    assert place > 10
+
+
+def test_what_a_graph_makes_when_it_runs_is_no_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, bias, cache = codes(), torch.zeros(2, 256, dtype=torch.bfloat16), WeightCache("")
+    monkeypatch.setattr(kept_weights, "is_capturing", lambda device: True)
+    of_graph = [cache.get(*tensors, bias) for _ in range(2)]
+    assert of_graph[0] is not of_graph[1], "each graph makes it anew"
+    monkeypatch.setattr(kept_weights, "is_capturing", lambda device: False)
+    kept = cache.get(*tensors, bias)
+    assert kept not in of_graph
+    monkeypatch.setattr(kept_weights, "is_capturing", lambda device: True)
+    assert cache.get(*tensors, bias) is kept, "there when a graph is captured"

@@ -13,6 +13,7 @@ import torch
 
 import padless
 from padless.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.row_groups import RowGroups
 
 OFFS = torch.tensor([3, 3, 7], dtype=torch.int32)
 CASES: dict[str, Callable[[], BlockScaledTensor]] = {
@@ -84,6 +85,50 @@ def test_a_copy_is_the_same_elsewhere(case: str, how: str) -> None:
     assert got.scale.data_ptr() != t.scale.data_ptr()
     t.data.view(torch.uint8).zero_()
     assert got.data.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("how", [*COPIES, "copy"])
+def test_a_copy_is_for_the_groups_that_its_scales_were_made_for(how: str) -> None:
+    """Also where offs has been written to in the meantime, as a buffer of sizes is."""
+    x, weights = torch.randn(7, 160), made(NVFP4, kind="weight")
+    offs = OFFS.clone()
+    t = padless.quantize(x, NVFP4, offs=offs, global_scale=torch.tensor([1.0, 2.0, 3.0]))
+    want = padless.grouped_gemm(t, weights, OFFS)
+    offs.copy_(torch.tensor([1, 2, 7]))
+    got = (COPIES | {"copy": copy.copy})[how](t)
+    assert got.offs is not None
+    assert got.offs.tolist() == OFFS.tolist()
+    assert torch.equal(padless.grouped_gemm(got, weights, OFFS), want)
+    with pytest.raises(ValueError, match=r"^offs\[0\] is 1 and a has scales for groups of which that one ends at 3"):
+        padless.grouped_gemm(got, weights, offs)
+
+
+@pytest.mark.parametrize("how", [*COPIES, "copy"])
+def test_a_copy_whose_groups_are_gone_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where nothing waits for values, offs alone has them."""
+    offs = OFFS.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cpu", False)
+        groups = RowGroups(offs)
+    t = padless.quantize(torch.randn(7, 160), NVFP4, offs=offs, global_scale=torch.tensor([1.0, 2.0, 3.0]))
+    object.__setattr__(t, "row_groups", groups)
+    assert (COPIES | {"copy": copy.copy})[how](t).offs is not None
+    offs.add_(0)
+    with pytest.raises(ValueError, match=r"^offs was written to since t was quantized with it"):
+        (COPIES | {"copy": copy.copy})[how](t)
+
+
+@pytest.mark.parametrize("how", [name for name in COPIES if name != "clone"])
+def test_copies_of_grouped_columns(how: str) -> None:
+    t = padless.quantize_rows_columns(torch.randn(7, 160).bfloat16(), OFFS)[1]
+    got: Any = COPIES[how](t)  # type: ignore[arg-type]
+    for name in ("data", "scale", "offs", "starts", "block_starts"):
+        mine, other = getattr(t, name), getattr(got, name)
+        assert other.dtype == mine.dtype
+        assert other.stride() == mine.stride()
+        assert torch.equal(*(x.view(torch.uint8) if x.element_size() == 1 else x for x in (mine, other)))
+        assert other.data_ptr() != mine.data_ptr()
+    assert (got.block, got.alignment) == (t.block, t.alignment)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -247,6 +247,22 @@ def test_the_next_scratch_is_cleared_before_it_is_needed(no_scratch: None) -> No
     assert counts == [(1, 1)] * 7 + [(2, 1)] * 5 + [(2, 2)] * 7 + [(3, 2)] * 5
 
 
+def test_errors_of_the_next_scratch_lose_nothing(no_scratch: None) -> None:
+    """No memory for it half a chunk before it is needed, and a wait for it that fails, as while a thread captures."""
+    cpu, shape, events = torch.device("cpu"), LayerShape(1, 8, 4, 128, 512), mock.Mock()
+    made: list[Any] = [(torch.zeros(100_000, dtype=torch.int32), events) for _ in range(2)]
+    given = [made[0], torch.OutOfMemoryError(), made[1]]
+    with mock.patch.object(host, "_CHUNK_WORDS", 100_000), mock.patch.object(host, "_cleared_chunk", side_effect=given):
+        found = [host.scratch_for(cpu, 16 * n, shape) for n in range(12)]
+        assert all(t is not None for t in found)
+        events.synchronize.side_effect = RuntimeError("a capture is under way")
+        with pytest.raises(RuntimeError, match="capture"):
+            host.scratch_for(cpu, 16 * 12, shape)
+        events.synchronize.side_effect = None
+        assert host.scratch_for(cpu, 16 * 12, shape) is not None
+    assert [chunk.data_ptr() for chunk in host._CHUNKS[cpu]] == [chunk.data_ptr() for chunk, _ in made]
+
+
 def test_no_scratch_is_made_while_a_graph_is_captured(no_scratch: None) -> None:
     cpu, shape = torch.device("cpu"), LayerShape(1, 8, 4, 128, 512)
     with mock.patch.object(host, "is_capturing", return_value=True):

@@ -63,7 +63,10 @@ def test_a_compact_layer_keeps_the_least_slack() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
         made(p["x"], problem.index, p["prob"])
     weights = {
-        t.untyped_storage().data_ptr() for o in made._codes.values() for w in o._operands for t in (w.data, w.scale)
+        t.untyped_storage().data_ptr()
+        for o in made._codes.values()
+        for w in o._made.operands
+        for t in (w.data, w.scale)
     }
     rows, hidden, half = 1200, 160, 144
     tokens = (rows + 31 * 5 + 127) // 128 * 128

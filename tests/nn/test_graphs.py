@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -276,3 +279,25 @@ def test_another_parameter_or_recipe_is_refused() -> None:
             experts.recipe = "fp8_1d1d"
         with pytest.raises(ValueError, match="capture the layer again"):
             graph(*inputs(layer(seed=2)))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_graphs_are_not_copied(copied: Callable[[Graphed], object]) -> None:
+    with pytest.raises(TypeError, match=r"CUDA graphs .* copy the layer and capture the copy"):
+        copied(pair()[2])
+
+
+def test_main_grad_is_what_it_was_where_a_capture_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = module(layer(), "fp8", dtype=torch.float32)
+    for name in WEIGHTS:
+        weight = getattr(experts, name)
+        weight.main_grad = torch.full(weight.shape, 3.0)
+
+    def failing(work: Any, place: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(graphs, "record", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        Graphed(experts, inputs(layer(seed=9)))
+    for name in WEIGHTS:
+        assert getattr(experts, name).main_grad.unique().tolist() == [3.0]

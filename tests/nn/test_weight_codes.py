@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from padless.nn import Experts, GroupedLinear, MoE, linear, weight_codes
 from padless.nn.weight_codes import WeightCodes
+from support.between import with_one_between
 from support.training_layer import BF16, EVERY_RECIPE, gradients, layer, module
 
 Change = Callable[[Experts], None]
@@ -283,7 +284,7 @@ def test_kept_codes_that_are_stale_are_seen(change: Change, monkeypatch: pytest.
     right = WeightCodes.of
 
     def stale(self: WeightCodes, *arguments: Any) -> Any:
-        return right(self, *arguments) if self._operands is None else self._operands
+        return right(self, *arguments) if self._made is None else self._made.operands
 
     monkeypatch.setattr(WeightCodes, "of", stale)
     monkeypatch.setattr(WeightCodes, "forget", lambda self: None)
@@ -408,3 +409,38 @@ def test_weights_drawn_again_over_ranks_are_other_values() -> None:
     for weight, (version, values) in zip((experts.w13, experts.w2), before, strict=True):
         assert weight._version > version
         assert not torch.equal(weight, values)
+
+
+def test_threads_that_call_a_layer_after_a_step_have_codes_of_its_weights_now() -> None:
+    """Wherever in the look at what is kept another thread makes the codes again."""
+    recipe, place, is_between = EVERY_RECIPE["fp8"], 0, True
+    while is_between:
+        place += 1
+        weight, codes = nn.Parameter(torch.ones(1, 128, 128)), WeightCodes()
+        before = codes.of(weight, weight, recipe).forward.scale
+        with torch.no_grad():
+            weight.mul_(2)
+
+        def of(codes: WeightCodes = codes, weight: nn.Parameter = weight) -> Any:
+            return codes.of(weight, weight, recipe)
+
+        found, is_between = with_one_between(WeightCodes.of.__code__, place, of, of)
+        assert torch.equal(found.forward.scale, 2 * before), place
+    assert place > 50
+
+
+def test_steps_of_optimizers_in_threads_are_counted() -> None:
+    """Codes that were made before a step are never taken for those behind it."""
+    place, is_between, seen = 0, True, set[int]()
+
+    def step() -> None:
+        seen.add(weight_codes._steps[0])
+        weight_codes._count_step()
+        seen.add(weight_codes._steps[0])
+        weight_codes._count_step()
+
+    while is_between:
+        place += 1
+        seen.clear()
+        _, is_between = with_one_between(weight_codes._count_step.__code__, place, weight_codes._count_step, step)
+        assert weight_codes._steps[0] not in seen, place

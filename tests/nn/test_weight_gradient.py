@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from padless.nn import DelayedWgrad, Experts, GroupedLinear
+from padless.nn import DelayedWgrad, Experts, GroupedLinear, weight_gradient
 from support.training_layer import BF16, gradients, layer, module
 
 WEIGHTS = ("w13", "w2")
@@ -153,6 +159,53 @@ def test_a_queue_refuses_operands_that_were_written_to(recipe: str, written: str
         return
     with pytest.raises(RuntimeError, match="written to between its backward pass and flush"):
         queue.flush()
+
+
+def queued() -> tuple[GroupedLinear, DelayedWgrad]:
+    """A layer, and a queue with its gradient."""
+    queue = DelayedWgrad()
+    linear = GroupedLinear(2, 128, 128, recipe="fp8", delayed_wgrad=queue, dtype=torch.bfloat16)
+    linear(torch.randn(64, 128).bfloat16(), torch.tensor([16, 64], dtype=torch.int32)).sum().backward()
+    return linear, queue
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_gradient_that_could_not_be_computed_is_not_lost(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, queue = queued()
+
+    def failing(*arguments: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_gradient, "computed", failing)
+        with pytest.raises(error):
+            queue.flush()
+    assert len(queue) == 1
+    queue.flush()
+    assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_a_layer_leave_their_gradients_in_its_queue(copied: Callable[[nn.Module], Any]) -> None:
+    """Who flushes it has no other one."""
+    linear, queue = queued()
+    queue.flush()
+    other = copied(nn.ModuleList([linear]))[0]
+    assert other.delayed_wgrad is queue
+    other.weight.grad = None
+    other(torch.randn(64, 128).bfloat16(), torch.tensor([16, 64], dtype=torch.int32)).sum().backward()
+    queue.flush()
+    assert other.weight.grad is not None
+
+
+def test_a_layer_is_pickled_without_what_waits() -> None:
+    """As .grad is not pickled either."""
+    linear, queue = queued()
+    again = pickle.loads(pickle.dumps(linear))
+    assert torch.equal(again.weight, linear.weight)
+    assert (len(again.delayed_wgrad), len(queue)) == (0, 1)
 
 
 def test_weights_that_are_computed_do_not_wait() -> None:

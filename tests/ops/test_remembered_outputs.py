@@ -100,6 +100,42 @@ def blocked(rows: int) -> BlockScaledTensor:
     return BlockScaledTensor(codes, scale, MXFP8, None, "blocked")
 
 
+def test_the_table_of_a_list_outlives_launches_on_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is freed when what is remembered is forgotten, by torch in the order of the streams that it was told of."""
+    tables: list[int] = []
+    right = LISTS.prepare_list
+
+    def noted(*given: Any) -> Any:
+        found = right(*given)
+        tables.append(found.table.data_ptr())
+        return found
+
+    monkeypatch.setattr(LISTS, "prepare_list", noted)
+    with hopper.pretended(arch="sm_100a") as gpu:
+        a, b, out = [blocked(16)], [blocked(128)], [torch.empty(16, 128, dtype=torch.bfloat16)]
+        for _ in range(2):
+            padless.grouped_gemm_list(a, b, out=out)
+        assert gpu.orders == []
+        for stream in (0x9000, 0xA000):
+            gpu.stream, gpu.orders = stream, []
+            padless.grouped_gemm_list(a, b, out=out)
+            assert gpu.launched[-1].stream == stream
+            assert gpu.orders == [("wait", hopper.STREAM, stream), ("memory", tables[0], stream)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        gpu.orders = []
+        padless.grouped_gemm_list(a, b, out=out)
+        assert gpu.orders == []
+    assert len(tables) == 1
+
+
+def test_a_list_that_is_captured_before_it_was_called_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hopper.pretended(arch="sm_100a"):
+        a, b, out = [blocked(16)], [blocked(128)], [torch.empty(16, 128, dtype=torch.bfloat16)]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ValueError, match="call grouped_gemm_list once with these tensors before the capture"):
+            padless.grouped_gemm_list(a, b, out=out)
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_the_table_of_a_list_lives_as_long_as_a_graph_may_read_it(
     captured: bool, monkeypatch: pytest.MonkeyPatch

@@ -282,7 +282,7 @@ def uses() -> dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]]:
         "grouped_gemm_ of one group": lambda: recorded(traced.product, a, of_one, None, out, None, False, None),
         "grouped_gemm_list_": lambda: recorded(traced.products, [a], [of_one], [out], torch.ones(1), None, None),
         "grouped_gemm_epilogue_": lambda: recorded(
-            traced.product_with_epilogue, a, b, OFFS, epilogue, tensors, None, None, None, 1, True
+            traced.product_with_epilogue, a, b, OFFS, epilogue, tensors, None, None, 1, True
         ),
         "grouped_gemm_wgrad_of_columns_": lambda: recorded(
             traced.wgrad_of_columns, dy, x, torch.zeros(GROUPS, N, K), True, None, None

@@ -145,7 +145,7 @@ def test_graphs_are_captured_on_a_stream_of_the_layers_gpu(
             yield
 
         def made(device: Any = None) -> SimpleNamespace:
-            return SimpleNamespace(device=gpus.current, wait_stream=lambda other: None)
+            return SimpleNamespace(device=gpus.current, wait_stream=lambda other: None, record_event=lambda: None)
 
         answers = {
             "graph": graph, "Stream": made, "current_stream": made,

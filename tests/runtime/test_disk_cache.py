@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,6 +33,19 @@ def given_to_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         return str(OTHER)
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
     return str(path.stat().st_uid)
+
+
+def test_a_user_without_a_home_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user no file names."""
+    for name in ("HOME", "XDG_CACHE_HOME", "PADLESS_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(number: int) -> object:
+        raise KeyError(number)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert disk_cache.cache_dir() == tmp_path / f"padless-{os.getuid()}"
 
 
 def test_a_file_of_the_own_is_read_and_nobody_elses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,38 @@ def test_threads_that_start_together_compile_once(cache: Path, compilations: lis
     assert len(compilations) == 1
 
 
+FORKED = """
+import os, signal, threading
+from padless.runtime import jit
+
+parent, inside, may_end = os.getpid(), threading.Event(), threading.Event()
+
+def compiled(source, *others):
+    if os.getpid() == parent:
+        inside.set()
+        may_end.wait()
+    return source
+
+jit._load_or_compile = compiled
+thread = threading.Thread(target=jit.compile_kernel, args=("kernel", "", "sm_90a"))
+thread.start()
+inside.wait()
+if (child := os.fork()) == 0:
+    signal.alarm(10)
+    os._exit(0 if jit.compile_kernel("kernel", "", "sm_90a") == "kernel" else 1)
+print(os.waitpid(child, 0)[1])
+may_end.set()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_process_that_is_forked_during_a_compilation_compiles() -> None:
+    """Its parent's thread, which would let go of the lock, is not there."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 # --- files that are not what they should be --------------------------------------------------------------
 
 

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,6 +81,9 @@ class Gpu:
         self._sizes: dict[int, list[int]] = {}
         self.counters: set[tuple[int, int]] = set()  # (kernel, argument)
         self.launched_by: Callable[[Launched], object] = lambda one: None
+        # What was said of streams: ("wait", the stream waited for, the one that waits), and ("memory", the address of a
+        # tensor, a stream that uses it).
+        self.orders: list[tuple[str, int, int]] = []
         self.quick = quick
 
     def cuLaunchKernelEx(self, config: Any, function: Any, pointers: Any, extra: None) -> int:
@@ -120,6 +122,31 @@ class Gpu:
         """As a real one: the address, then what else there is."""
         rest = repr((spec.dims, spec.strides, spec.box, spec.swizzle, spec.data_type))
         return spec.address.to_bytes(8, "little") + hash(rest).to_bytes(9, "little", signed=True) + bytes(111)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream, as torch.cuda.current_stream gives it, and its events."""
+
+    gpu: Gpu
+    handle: int
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def wait_event(self, event: _Stream) -> None:
+        self.gpu.orders.append(("wait", event.handle, self.handle))
+
+
+@contextmanager
+def _in_stream(stream: _Stream) -> Iterator[None]:
+    before, stream.gpu.stream = stream.gpu.stream, stream.handle
+    try:
+        yield
+    finally:
+        stream.gpu.stream = before
 
 
 def _as_parameter(kind: str, value: Any) -> bytes:
@@ -214,9 +241,8 @@ def pretended(quick: bool = False, arch: str = "sm_90a", num_sms: int = 132) -> 
             "get_device_capability": lambda device=None: divmod(gpu.capability, 10),
             "get_device_name": lambda device=None: "Pretended",
             "is_current_stream_capturing": lambda: False,
-            "current_stream": lambda device=None: SimpleNamespace(
-                synchronize=lambda: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
-            ),
+            "current_stream": lambda device=None: _Stream(gpu, gpu.stream + gpu.index),
+            "ExternalStream": lambda handle, device=None: _Stream(gpu, handle), "stream": _in_stream,
         }  # fmt: skip
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
@@ -227,6 +253,9 @@ def pretended(quick: bool = False, arch: str = "sm_90a", num_sms: int = 132) -> 
         patch.setattr(torch.Tensor, "device", property(lambda t: torch.device("cuda", gpu.index)))
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         patch.setattr(torch.Tensor, "get_device", lambda t: gpu.index)
+        patch.setattr(
+            torch.Tensor, "record_stream", lambda t, stream: gpu.orders.append(("memory", t.data_ptr(), stream.handle))
+        )
         yield gpu
     forget_devices()
     launch.load_kernel.cache_clear()

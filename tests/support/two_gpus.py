@@ -89,6 +89,7 @@ def pretended(library: ctypes.CDLL, capability: tuple[int, int]) -> Iterator[Two
             "is_available": lambda: True, "device_count": lambda: 2, "device": gpus.device,
             "current_device": lambda: gpus.current, "get_device_capability": lambda device=None: capability,
             "get_device_name": lambda device=None: "NVIDIA Pretended", "is_current_stream_capturing": lambda: False,
+            "current_stream": lambda device=None: SimpleNamespace(record_event=lambda: None),
         }  # fmt: skip
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)

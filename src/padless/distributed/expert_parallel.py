@@ -127,9 +127,18 @@ class ExpertParallel:
         self.local_experts = placement.local_experts
         self._backend = choose_backend(backend, group, self.device, self.settings, on_device)
 
-    def __deepcopy__(self, memo: Any) -> ExpertParallel:
-        """The object itself: a copy of a layer sends its tokens as the layer does."""
+    def __copy__(self) -> ExpertParallel:
+        """Itself, as a deep copy: copies of a layer share its exchange."""
         return self
+
+    def __deepcopy__(self, memo: Any) -> ExpertParallel:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(
+            "an ExpertParallel belongs to a process group and cannot be pickled; save the layer's state_dict(), and "
+            "load it into a layer that is made with an ExpertParallel of the new processes"
+        )
 
     @property
     def backend(self) -> str:

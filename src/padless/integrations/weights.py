@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -14,7 +16,8 @@ from padless.formats import FORMAT_BY_NAME, MXFP4, MXFP4_REPACKED, MXFP8, BlockS
 from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
 from padless.runtime.architecture import BLACKWELL
-from padless.runtime.devices import kernels_for
+from padless.runtime.devices import is_capturing, kernels_for
+from padless.runtime.streams import Kept
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,11 +139,13 @@ class Derived(Protocol):
 
 
 _DERIVED: WeakSet[Derived] = WeakSet()
+_DERIVED_GUARD = threading.Lock()  # a set that grows cannot be walked
 
 
 def register_derived(derived: Derived) -> None:
     """Lets `refresh` know of it while it lives."""
-    _DERIVED.add(derived)
+    with _DERIVED_GUARD:
+        _DERIVED.add(derived)
 
 
 def refresh(*written: torch.Tensor) -> None:
@@ -151,7 +156,9 @@ def refresh(*written: torch.Tensor) -> None:
     process or in inference mode are not counted.
     """
     addresses = {t.data_ptr() for t in written}
-    for derived in list(_DERIVED):
+    with _DERIVED_GUARD:
+        known = list(_DERIVED)
+    for derived in known:
         if not written or any(t is not None and t.data_ptr() in addresses for t in derived.sources):
             derived.write_again()
 
@@ -181,13 +188,23 @@ def _kind(t: torch.Tensor | None) -> tuple[Any, ...] | None:
     return None if t is None else (t.shape, t.stride(), t.dtype, t.device)
 
 
+def kept_parts(weights: ExpertWeights, sources: Iterable[torch.Tensor | None]) -> Kept:
+    """Parts of weights that have just been written: those that they do not share with their sources."""
+    shared = {t.data_ptr() for t in sources if t is not None}
+    return Kept(t for t in _parts(weights) if t is not None and t.data_ptr() not in shared)
+
+
 class WeightCache:
-    """ExpertWeights of one layer, built at the first call and again when a tensor is another or was written to."""
+    """ExpertWeights of one layer, built at the first call and again when a tensor is another or was written to.
+
+    A copy, also of the layer that holds it, starts without any.
+    """
 
     def __init__(self, remedy: str) -> None:
         self._remedy = remedy
         self._key: tuple[Any, ...] | None = None
         self._weights: ExpertWeights | None = None
+        self._kept = Kept(())
         self.sources: tuple[torch.Tensor | None, ...] = ()
         self._memory: tuple[torch.Tensor | None, ...] = ()
         register_derived(self)
@@ -203,9 +220,13 @@ class WeightCache:
     ) -> ExpertWeights:
         """The weights of these codes, scales and biases. Raises ValueError for a layout that is not known."""
         sources = (w13, w13_scale, w2, w2_scale, bias13, bias2)
-        if self._weights is None or _key_of(sources) != self._key:
-            self._weights = self._built(w13, w13_scale, w2, w2_scale, bias13, bias2)
-            self._note(sources)
+        if _key_of(sources) != self._key:
+            built = self._built(*sources)
+            if is_capturing(w13.device):  # they are there when the graph runs, and for it alone
+                return built
+            self._note(built, sources)
+        self._kept.read()
+        assert self._weights is not None
         return self._weights
 
     def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
@@ -217,14 +238,20 @@ class WeightCache:
     def write_again(self) -> None:
         """Writes what was built anew, where it lies."""
         if self._weights is not None:
-            self._weights = rewritten(self._weights, self._built(*self.sources))
-            self._note(self.sources)
+            self._note(rewritten(self._weights, self._built(*self.sources)), self.sources)
 
-    def _note(self, sources: tuple[torch.Tensor | None, ...]) -> None:
-        """Keeps the key and the memory of what the weights are made from, so that nothing else is at its address, also
-        where ``.data`` of a parameter is assigned."""
-        self._key, self.sources = _key_of(sources), sources
+    def _note(self, weights: ExpertWeights, sources: tuple[torch.Tensor | None, ...]) -> None:
+        """Keeps weights, and the key and the memory of what they are made from, so that nothing else is at its address,
+        also where ``.data`` of a parameter is assigned. The key is last: by it other threads find the rest."""
+        self._weights, self._kept, self.sources = weights, kept_parts(weights, sources), sources
         self._memory = tuple(None if t is None else t.detach() for t in sources)
+        self._key = _key_of(sources)
+
+    def __deepcopy__(self, memo: Any) -> WeightCache:
+        return WeightCache(self._remedy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightCache, (self._remedy,)
 
 
 def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -113,6 +113,11 @@ class Graphed:
         replayed: torch.Tensor = _Replay.apply(self, *inputs, *self.parameters)  # type: ignore[no-untyped-call]
         return replayed
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            "CUDA graphs of a layer read its memory and cannot be copied; copy the layer and capture the copy"
+        )
+
     @torch.no_grad()
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The same without autograd: the caller runs `backward`. Raises ValueError."""
@@ -250,9 +255,11 @@ def _pinned(operands: dict[WeightCodes, Any]) -> Iterator[None]:
 def _restored(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Tensors that have the values afterwards that they had before."""
     kept = [t.clone() for t in tensors]
-    yield
-    for t, values in zip(tensors, kept, strict=True):
-        t.copy_(values)
+    try:
+        yield
+    finally:
+        for t, values in zip(tensors, kept, strict=True):
+            t.copy_(values)
 
 
 @contextmanager

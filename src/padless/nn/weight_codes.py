@@ -7,6 +7,7 @@ Whether a weight is what it was cannot be known in general: collectives, DLPack,
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +20,16 @@ from padless.nn.quantizers import mx_weight, nvfp4_weight, quantized, weight_and
 from padless.nn.recipe import Format, Recipe, as_recipe, format_name, is_block_scaled
 from padless.quantization.quantize import quantize
 from padless.runtime.devices import is_capturing
+from padless.runtime.streams import Kept
 
 PARTS = 3  # of an operand: codes, scales, NVFP4's global scale
-# Steps of optimizers so far.
+# A number that every step of an optimizer changes, never to one that was there before, whichever thread steps.
 _steps = [0]
+_next_step = count(1)
 
 
 def _count_step(*arguments: Any) -> None:
-    _steps[0] += 1
+    _steps[0] = next(_next_step)
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -103,6 +106,18 @@ def weight_operands(
     return WeightOperands(forward, made[recipe.dgrad][1] if backward else forward)
 
 
+class _Made(NamedTuple):
+    """Operands, and what they were made of: one object, so that other threads find all of it or nothing.
+
+    parameter: not held weakly, since torch swaps no tensor that has weak references.
+    """
+
+    parameter: torch.nn.Parameter
+    facts: tuple[Any, ...] | None
+    operands: WeightOperands
+    kept: Kept
+
+
 class WeightCodes:
     """The operands of one weight of a layer with ``keep_codes``, until something that torch counts changes the weight.
 
@@ -112,15 +127,14 @@ class WeightCodes:
 
     A copy, also of the module that holds it, starts without any. pinned: operands that are the weight's while they are
     here, whatever it is. forgotten: how often operands were left.
+
+    Threads may call at the same time, on different streams.
     """
 
     def __init__(self) -> None:
         self.pinned: WeightOperands | None = None
         self.forgotten = 0
-        # Not held weakly: torch swaps no tensor that has weak references.
-        self._parameter: torch.nn.Parameter | None = None
-        self._facts: tuple[Any, ...] | None = None
-        self._operands: WeightOperands | None = None
+        self._made: _Made | None = None
 
     def of(self, parameter: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> WeightOperands:
         """Operands of a weight: those of the last call where nothing that is looked at changed.
@@ -132,17 +146,18 @@ class WeightCodes:
         if not isinstance(parameter, torch.nn.Parameter) or is_traced(weight) or is_capturing(weight.device):
             return weight_operands(weight, recipe)
         facts = facts_of(weight, recipe)
-        found = self._operands
-        if found is None or facts is None or self._parameter is not parameter or facts != self._facts:
-            found = self._operands = None  # its memory is free for the new one
+        made = self._made
+        if made is None or facts is None or made.parameter is not parameter or facts != made.facts:
+            made = self._made = None  # its memory is free for the new one
             with torch.inference_mode(False):  # what is made in inference mode cannot be saved for a backward pass
-                found = self._operands = weight_operands(weight, recipe)
-            self._parameter, self._facts = parameter, facts
-        return found
+                operands = weight_operands(weight, recipe)
+            made = self._made = _Made(parameter, facts, operands, Kept(flat_operands(operands)))
+        made.kept.read()
+        return made.operands
 
     def forget(self) -> None:
         """Leaves the operands that were made: the next call makes new ones."""
-        self._parameter = self._facts = self._operands = None
+        self._made = None
         self.forgotten += 1
 
     def __deepcopy__(self, memo: Any) -> WeightCodes:
@@ -153,7 +168,7 @@ class WeightCodes:
 
 
 def writes_of(weight: torch.Tensor) -> tuple[int, int] | None:
-    """Writes to a weight and steps of optimizers so far, None where torch counts no writes."""
+    """Writes to a weight, and the number of the last step of an optimizer; None where torch counts no writes."""
     return None if weight.is_inference() else (weight._version, _steps[0])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ class DelayedWgrad:
     Give it to layers as ``delayed_wgrad``: their backward passes then leave the weight gradients here, with the
     operands that they need, and return none. `flush` computes them: into ``weight.main_grad`` where that attribute
     exists, else into ``weight.grad``, added to what is there. Hooks that wait for a weight's gradient, such as FSDP2's,
-    are not called.
+    are not called. Copies of a layer have the same queue; a pickled one is empty.
     """
 
     def __init__(self) -> None:
@@ -43,17 +43,35 @@ class DelayedWgrad:
         self._pending.append(_Pending(weight, dy, x, offs, _versions(dy, x, offs)))
 
     def flush(self, count: int | None = None) -> None:
-        """Computes the oldest ``count`` weight gradients; None, all of them."""
+        """Computes the oldest ``count`` weight gradients; None, all of them. One that raises an error stays."""
         for _ in range(len(self._pending) if count is None else min(count, len(self._pending))):
-            weight, dy, x, offs, versions = self._pending.popleft()
-            if _versions(dy, x, offs) != versions:
-                raise RuntimeError(
-                    "offs, the input or the output's gradient of a layer was written to between its backward pass and "
-                    "flush(), which reads it; write to another tensor, or flush first"
-                )
-            found = computed(weight, dy, x, offs)
-            if found is not None and getattr(weight, "main_grad", None) is None:
-                weight.grad = found if weight.grad is None else weight.grad + found
+            oldest = self._pending.popleft()
+            try:
+                _compute(oldest)
+            except BaseException:
+                self._pending.appendleft(oldest)
+                raise
+
+    def __copy__(self) -> DelayedWgrad:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> DelayedWgrad:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DelayedWgrad, ()
+
+
+def _compute(pending: _Pending) -> None:
+    weight, dy, x, offs, versions = pending
+    if _versions(dy, x, offs) != versions:
+        raise RuntimeError(
+            "offs, the input or the output's gradient of a layer was written to between its backward pass and flush(), "
+            "which reads it; write to another tensor, or flush first"
+        )
+    found = computed(weight, dy, x, offs)
+    if found is not None and getattr(weight, "main_grad", None) is None:
+        weight.grad = found if weight.grad is None else weight.grad + found
 
 
 def _versions(*operands: Columns) -> list[int | None]:

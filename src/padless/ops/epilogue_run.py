@@ -87,7 +87,9 @@ def with_outputs(
     if epilogue.d_dtype is not None:
         new["d"] = t.d if t.d is not None else torch.empty((m, n_out), dtype=epilogue.d_dtype, device=device)
     if epilogue.amax:
-        new["amax"] = t.amax if t.amax is not None else torch.full((num_groups,), -math.inf, device=device)
+        new["amax"] = t.amax
+        if t.amax is None:
+            new["amax"] = torch.full((num_groups,), -math.inf, dtype=torch.float32, device=device)
     for name, format in (("row_codes", epilogue.row_format), ("column_codes", epilogue.column_format)):
         if format is not None and getattr(t, name) is None:
             new[name] = _codes(format, m, n_out, device)
@@ -163,17 +165,17 @@ def prepare(
 
 def compute(
     a: Activation, b: BlockScaledTensor, offs: torch.Tensor, epilogue: Epilogue, tensors: EpilogueTensors,
-    backend: BackendName | None, config: KernelChoice | None, stream: int | None = None, m_aligned: int = 1,
+    backend: BackendName | None, config: KernelChoice | None, m_aligned: int = 1,
     check_offs: bool = False,
 ) -> None:  # fmt: skip
     """Computes every output of ``epilogue`` into ``tensors``, which has them all; operands as ``prepare`` takes them.
     m_aligned and check_offs are for a traced call, which reads values when it runs."""
     if is_traced(data_of(a)):
-        traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, stream, m_aligned, check_offs)
+        traced.product_with_epilogue(a, b, offs, epilogue, tensors, backend, config, m_aligned, check_offs)
         return
     prepared = prepare(a, b, offs, epilogue, tensors, backend, config)
     if prepared is not None:
-        prepared.launch(stream_of(data_of(a)) if stream is None else stream)
+        prepared.launch(stream_of(data_of(a)))
     elif chosen_backend(backend, data_of(a)) == "reference":
         check_config(QUANT, format_name(a), b.format.name, config)
         check_offs_values(offs, a.shape[0])

@@ -14,6 +14,7 @@ from padless.ops.checks import Activation, as_int32, check_offs_aligned, check_o
 from padless.ops.epilogue_checks import check_outputs_apart, check_tensors
 from padless.ops.epilogue_run import check_columns, check_m_aligned, compute, with_outputs
 from padless.runtime.choices import BackendName
+from padless.runtime.streams import on_stream
 
 
 def grouped_gemm_epilogue(
@@ -42,7 +43,8 @@ def grouped_gemm_epilogue(
         m_aligned: what every end offset is a multiple of; decides the tiles that column scales need (``column_tiles``).
         backend: as in grouped_gemm.
         config: as in grouped_gemm.
-        stream: handle of the CUDA stream to launch on, None for torch's current one.
+        stream: handle of the CUDA stream that all of the call is on, also the memory of new outputs; None for torch's
+            current one, as it has to be where the call is compiled.
         check_offs: validate the values of offs first, and whether they are multiples of m_aligned. This synchronises.
 
     Returns:
@@ -64,18 +66,19 @@ def grouped_gemm_epilogue(
     if stream is not None:
         check_integer("stream", stream, 0, 2**64 - 1)
     given = EpilogueTensors() if tensors is None else _detached(tensors)
-    a, offs = as_int32(a, offs)
-    check_operands("grouped_gemm", a, b, offs)
-    (num_groups, n), m = b.data.shape[:2], a.shape[0]
-    check_columns(epilogue, n)
-    check_m_aligned(m_aligned)
-    check_tensors(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
-    if check_offs:
-        check_offs_values(offs, m)
-        check_offs_aligned(offs, m_aligned)
-    complete = with_outputs(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
-    check_outputs_apart(a, b, offs, complete, _NAMES)
-    compute(a, b, offs, epilogue, complete, backend, config, stream, m_aligned, check_offs)
+    with on_stream("stream", stream, data_of(a)):
+        a, offs = as_int32(a, offs)
+        check_operands("grouped_gemm", a, b, offs)
+        (num_groups, n), m = b.data.shape[:2], a.shape[0]
+        check_columns(epilogue, n)
+        check_m_aligned(m_aligned)
+        check_tensors(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
+        if check_offs:
+            check_offs_values(offs, m)
+            check_offs_aligned(offs, m_aligned)
+        complete = with_outputs(epilogue, given, m, n, num_groups, data_of(a).device, m_aligned)
+        check_outputs_apart(a, b, offs, complete, _NAMES)
+        compute(a, b, offs, epilogue, complete, backend, config, m_aligned, check_offs)
     return complete
 
 

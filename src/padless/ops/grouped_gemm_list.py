@@ -89,7 +89,14 @@ def grouped_gemm_list(
             raise ValueError(f"problem {i}: {error}") from None
     facts = facts_of(("list", len(a), config), alpha, *outputs, *a, *b)
     prepared: PreparedList | None = known(facts)
+    captured = is_capturing(outputs[0].device)
     if prepared is None:
+        if captured:
+            raise ValueError(
+                "a CUDA graph is being captured and this list of problems is new, whose sizes have to be copied to the "
+                "GPU first; call grouped_gemm_list once with these tensors before the capture, with out= and one-byte "
+                "scales in layout 'blocked'"
+            )
         _check_memory(a, b, outputs, alpha)
         some = torch.tensor(kept, device=outputs[0].device)
         alphas = alpha if alpha is None or len(kept) == len(a) else alpha.view(-1)[some].contiguous()
@@ -98,8 +105,9 @@ def grouped_gemm_list(
         )
         if facts is not None and not prepared.copies and alphas is alpha:
             remember(facts, prepared)
-    if is_capturing(outputs[0].device):
+    if captured:
         _CAPTURED[prepared.table.data_ptr()] = prepared.table
+    prepared.kept.read()
     prepared.launch(stream_of(outputs[0]))
     return outputs
 

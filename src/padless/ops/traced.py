@@ -180,7 +180,6 @@ def product_with_epilogue(
     tensors: EpilogueTensors,
     backend: BackendName | None,
     config: Any,
-    stream: int | None,
     m_aligned: int,
     check_offs: bool,
 ) -> None:
@@ -189,14 +188,14 @@ def product_with_epilogue(
     _grouped_gemm_epilogue(
         [_carried(getattr(tensors, name)) for name in outputs], outputs, *_parts(a), *_parts(b), offs,
         [getattr(tensors, name) for name in _NUMBERS], tensors.column_tiles, text_of(epilogue), m_aligned, backend,
-        text_of(config), stream, check_offs,
+        text_of(config), check_offs,
     )  # fmt: skip
 
 
 def _run_epilogue(
     out: list[torch.Tensor], names: list[str], a: Any, a_kind: Any, b: Any, b_kind: Any, offs: torch.Tensor,
     numbers: list[torch.Tensor | None], column_tiles: int, epilogue: str, m_aligned: int, backend: BackendName | None,
-    config: str | None, stream: int | None, check_offs: bool,
+    config: str | None, check_offs: bool,
 ) -> None:  # fmt: skip
     made = from_text(epilogue)
     format = made.format
@@ -208,14 +207,14 @@ def _run_epilogue(
             outputs[name] = t.view(format.scale_dtype)
     given = dict(zip(_NUMBERS, numbers, strict=True))
     tensors = EpilogueTensors(**given, **outputs, column_tiles=column_tiles)
-    how: dict[str, Any] = {"m_aligned": m_aligned, "backend": backend, "stream": stream, "check_offs": check_offs}
+    how: dict[str, Any] = {"m_aligned": m_aligned, "backend": backend, "check_offs": check_offs}
     operands = _joined(a, a_kind), _joined(b, b_kind), offs
     padless.grouped_gemm_epilogue(*operands, made, tensors, config=from_text(config), **how)
 
 
 _grouped_gemm_epilogue = _operator(
     f"grouped_gemm_epilogue_(Tensor(a!)[] out, str[] names, {_OPERANDS}, Tensor offs, Tensor?[] numbers, "
-    "int column_tiles, str epilogue, int m_aligned, str? backend, str? config, int? stream, bool check_offs)",
+    "int column_tiles, str epilogue, int m_aligned, str? backend, str? config, bool check_offs)",
     _run_epilogue,
 )
 

@@ -15,7 +15,13 @@ from padless.formats import FP8_BLOCK, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockSca
 from padless.reference.activation import activated
 from padless.reference.gemm import fma_float32, group_rows
 
-FLT_MAX = torch.tensor(torch.finfo(torch.float32).max)
+
+def _float32(value: float) -> torch.Tensor:
+    """A number, whatever torch makes by default."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+FLT_MAX = _float32(torch.finfo(torch.float32).max)
 _EMAX = {MXFP8: 8, MXFP8_E5M2: 15, MXFP4: 2}
 
 
@@ -112,19 +118,19 @@ def _scale(
     format, rule = epilogue.format, epilogue.scale_rule
     assert format is not None
     if format == FP8_BLOCK:
-        scale = torch.maximum(largest, torch.tensor(1e-4)) / torch.tensor(448.0)
+        scale = torch.maximum(largest, _float32(1e-4)) / _float32(448.0)
         scale[scale.isnan()] = float("nan")
         return scale, 1.0 / scale
     if format == NVFP4:
         return _nvfp4_scale(largest, tensors, group)
-    norm_const = torch.tensor(1.0)
+    norm_const = _float32(1.0)
     if rule in ("cudnn", "cudnn_documented"):
         norm_const = _given(tensors.norm_const).cpu()[0]
-        inverse = torch.tensor(1.0) / torch.tensor(SCALED_MAX[rule, format])
+        inverse = _float32(1.0) / _float32(SCALED_MAX[rule, format])
         wanted = largest * inverse * norm_const if rule == "cudnn" else largest * norm_const * inverse  # left to right
         exponent = _ceil_log2(wanted)
     elif rule == "rceil":
-        wanted = largest / torch.tensor(format.max_value)
+        wanted = largest / _float32(format.max_value)
         exponent = _ceil_log2(wanted)
     else:
         wanted = largest
@@ -148,7 +154,7 @@ def _nvfp4_scale(largest: torch.Tensor, tensors: EpilogueTensors, group: int) ->
     given = _given(tensors.global_scale).cpu().flatten()
     decode = given[group if given.numel() > 1 else 0]
     encode = torch.minimum(1.0 / decode, FLT_MAX)
-    wanted = torch.minimum(largest * (encode * torch.tensor(1.0 / 6.0)), FLT_MAX)
+    wanted = torch.minimum(largest * (encode * _float32(1.0 / 6.0)), FLT_MAX)
     byte = nearest_code(wanted, MXFP8)
     stored = _code_values(MXFP8)[byte.clamp(max=126).long()].to(torch.float32)
     multiplier = torch.minimum(1.0 / (stored * torch.minimum(1.0 / encode, FLT_MAX)), FLT_MAX)
@@ -172,7 +178,7 @@ def _code_values(format: BlockScaledFormat) -> torch.Tensor:
         exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
         significand = mantissa + (0 if exponent == 0 else 1 << mantissa_bits)
         values.append(significand * 2.0 ** (max(exponent, 1) - bias - mantissa_bits))
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def nearest_code(x: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor:

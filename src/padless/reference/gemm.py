@@ -89,7 +89,8 @@ def grouped_gemm_reference(
 def _with_scales_of_one(a: torch.Tensor) -> BlockScaledTensor:
     """A plain tensor as a block-scaled one: its values are the codes."""
     plain = BlockScaledFormat("plain", a.dtype, torch.float32, (1, 128), (1, 128), float("inf"))
-    return BlockScaledTensor(a, torch.ones(plain.scale_shape(tuple(a.shape), "activation"), device=a.device), plain)
+    shape = plain.scale_shape(tuple(a.shape), "activation")
+    return BlockScaledTensor(a, torch.ones(shape, dtype=torch.float32, device=a.device), plain)
 
 
 def gemm_reference(

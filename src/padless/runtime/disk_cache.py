@@ -8,11 +8,18 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """The folder of compiled kernels: $PADLESS_CACHE_DIR, else $XDG_CACHE_HOME/padless, else ~/.cache/padless."""
+    """The folder of compiled kernels: $PADLESS_CACHE_DIR, else $XDG_CACHE_HOME/padless, else ~/.cache/padless.
+
+    A user without a home, such as a container's, has one for temporary files.
+    """
     if explicit := os.environ.get("PADLESS_CACHE_DIR"):
         return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "padless"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "padless"
+    try:
+        return Path.home() / ".cache" / "padless"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"padless-{os.getuid()}"
 
 
 def shared_with() -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,6 +71,17 @@ _locks: dict[Kernel, threading.Lock] = {}
 _locks_guard = threading.Lock()
 _in_memory: dict[Kernel, CompiledKernel] = {}
 _thread = threading.local()  # asked: where this thread's `compile_kernel` lists what it is asked for
+
+
+def _forget_locks() -> None:
+    """Makes new locks in a forked process, in which the thread that had one is not there to let it go."""
+    global _locks_guard
+    _locks_guard = threading.Lock()
+    _locks.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def compile_kernel(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:

@@ -16,8 +16,10 @@ from padless.compat.cudnn.keywords import check_others
 from padless.compat.cudnn.operands import NAMES
 from padless.compat.cudnn.outputs import QuantOutputs, pack
 from padless.compat.cudnn.request import CudnnRequest, SwigluRequest, stream_handle
+from padless.ops.checks import data_of
 from padless.ops.epilogue_checks import check_outputs_apart
 from padless.ops.epilogue_run import compute, with_outputs
+from padless.runtime.streams import on_stream
 
 P = ParamSpec("P")
 
@@ -41,16 +43,16 @@ def _run(call: str, kind: type[CudnnRequest], names: dict[str, bool], given: dic
         raise TypeError(f"{call}() has no {' and no '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}")
     arguments = {name: value for name, value in given.items() if name in names}
     request = kind(**{**arguments, **format_of(arguments)})
-    resolved = request.resolve()
-    o, epilogue = resolved.operands, resolved.epilogue
-    tensors = into(request.out, epilogue, resolved.tensors, o)
-    tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
-    if request.out is not None:
-        check_outputs_apart(o.a, o.b, o.offs, tensors, NAMES | {"row_codes": "out.data", "row_scale": "out.scale"})
-    stream = stream_handle(request.current_stream)
-    how = (request.backend, request.config, stream, request.m_aligned, request.check_offs)
-    compute(o.a, o.b, o.offs, epilogue, tensors, *how)
-    return pack(epilogue, tensors, o)
+    with on_stream("current_stream", stream_handle(request.current_stream), data_of(request.a_tensor)):
+        resolved = request.resolve()
+        o, epilogue = resolved.operands, resolved.epilogue
+        tensors = into(request.out, epilogue, resolved.tensors, o)
+        tensors = with_outputs(epilogue, tensors, o.m, o.n, o.num_groups, o.device, request.m_aligned)
+        if request.out is not None:
+            check_outputs_apart(o.a, o.b, o.offs, tensors, NAMES | {"row_codes": "out.data", "row_scale": "out.scale"})
+        how = (request.backend, request.config, request.m_aligned, request.check_offs)
+        compute(o.a, o.b, o.offs, epilogue, tensors, *how)
+        return pack(epilogue, tensors, o)
 
 
 @_taking(CudnnRequest)

@@ -18,6 +18,7 @@ from padless.ops.checks import check_rows, describe
 from padless.ops.epilogue_checks import check_outputs_apart
 from padless.ops.epilogue_run import check_columns, check_tensor, compute, prepare
 from padless.runtime.choices import BackendName, Semantics, SwigluGateUp
+from padless.runtime.streams import on_stream
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -227,17 +228,17 @@ class GroupedGemmQuant:
             if (t is None) != (samples[name] is None):
                 without = "without" if samples[name] is None else "with"
                 raise ValueError(f"{name} is {describe(t)}; the samples came {without} one, so must this call")
-        bound, expected = given.bind(), self._kind
-        if bound.kind != expected:
-            (epilogue, formats, sizes), (was, their_formats, their_sizes) = bound.kind, expected
-            raise ValueError(
-                f"the tensors differ from the samples: b is {sizes} and was {their_sizes}, formats "
-                f"{[f.name for f in formats]} and were {[f.name for f in their_formats]}, {epilogue} and was {was}"
-            )
-        o, stream = bound.operands, stream_handle(current_stream)
-        check_outputs_apart(o.a, o.b, o.offs, bound.tensors, NAMES)
-        how = (self._backend, self._config, stream, given.m_aligned)
-        compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, *how)
+        with on_stream("current_stream", stream_handle(current_stream), a_tensor):
+            bound, expected = given.bind(), self._kind
+            if bound.kind != expected:
+                (epilogue, formats, sizes), (was, their_formats, their_sizes) = bound.kind, expected
+                raise ValueError(
+                    f"the tensors differ from the samples: b is {sizes} and was {their_sizes}, formats "
+                    f"{[f.name for f in formats]} and were {[f.name for f in their_formats]}, {epilogue} and was {was}"
+                )
+            o = bound.operands
+            check_outputs_apart(o.a, o.b, o.offs, bound.tensors, NAMES)
+            compute(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config, given.m_aligned)
 
 
 def _rows(name: str, t: torch.Tensor) -> torch.Tensor:

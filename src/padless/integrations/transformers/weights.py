@@ -23,9 +23,12 @@ from padless.integrations.weights import (
     in_float32,
     in_tiles,
     is_offloaded,
+    kept_parts,
     register_derived,
     rewritten,
 )
+from padless.runtime.devices import is_capturing
+from padless.runtime.streams import Kept
 
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
@@ -89,14 +92,16 @@ class _Built:
     key: tuple[Any, ...]
     weights: ExpertWeights
     sources: tuple[torch.Tensor, ...]
+    kept: Kept
     module: ReferenceType[nn.Module]
 
     def write_again(self) -> None:
         """Writes what was built anew, where it lies."""
         module = self.module()
         if module is not None:
-            self.weights, self.key = rewritten(self.weights, _build(module)), _key(module)
-            self.sources = _sources(module)
+            self.weights, self.sources = rewritten(self.weights, _build(module)), _sources(module)
+            self.kept = kept_parts(self.weights, self.sources)
+            self.key = _key(module)
 
 
 _BUILT: WeakKeyDictionary[nn.Module, _Built] = WeakKeyDictionary()
@@ -116,9 +121,13 @@ def expert_weights(module: Any) -> ExpertWeights:
     key = _key(module)
     known = _BUILT.get(module)
     if known is None or known.key != key:
-        known = _Built(key, _build(module), _sources(module), ref(module))
+        weights, sources = _build(module), _sources(module)
+        if is_capturing(weights.w13.device):  # they are there when the graph runs, and for it alone
+            return weights
+        known = _Built(key, weights, sources, kept_parts(weights, sources), ref(module))
         _BUILT[module] = known
         register_derived(known)
+    known.kept.read()
     return known.weights
 
 

@@ -16,6 +16,7 @@ from padless.kernels.schedule import walk_of_list
 from padless.kernels.sm100_grouped.config import Sm100GroupedConfig, select_grouped_config
 from padless.kernels.sm100_grouped.host import KERNEL, fit, kind_of, launch_shape, operand_bytes, problem_bytes
 from padless.runtime.driver import Driver, PreparedLaunch
+from padless.runtime.streams import Kept
 
 Config = Sm100GroupedConfig
 
@@ -24,11 +25,13 @@ Config = Sm100GroupedConfig
 class PreparedList:
     """A packed launch with the table in device memory that it reads, and the copies of scales made for this call alone.
 
-    Table and copies have to live until the launch is under way; a launch without copies can be used again.
+    Table and copies have to live until the launch is under way; a launch without copies can be used again, on any stream
+    if ``kept``, which has the table, is told of it.
     """
 
     launch: PreparedLaunch
     table: torch.Tensor
+    kept: Kept
     copies: tuple[torch.Tensor, ...] = ()
 
 
@@ -73,7 +76,8 @@ def prepare_list(
     tensors = [t for x, y, d in zip(left, right, out, strict=True) for t in (x.data, x.scale, y.data, y.scale, d)]
     tensors += [t.global_scale for t in (*left, *right) if t.global_scale is not None]
     tensors += [table, *copies] if alpha is None else [table, alpha, *copies]
-    return PreparedList(driver.prepare(function, kernel, shape, [problem], tensors), table, tuple(copies))
+    launch = driver.prepare(function, kernel, shape, [problem], tensors)
+    return PreparedList(launch, table, Kept([table]), tuple(copies))
 
 
 def _tiled(t: BlockScaledTensor, copies: list[torch.Tensor]) -> BlockScaledTensor:

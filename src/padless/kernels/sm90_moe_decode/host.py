@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -146,15 +147,19 @@ def scratch_for(device: torch.device, address: int, shape: HasHiddenRows) -> tor
             if len(chunks) == _MOST_CHUNKS or words > _CHUNK_WORDS:
                 _FULL.add(device)
                 return None
-            chunk, is_cleared = _NEXT.pop(device) if device in _NEXT else _cleared_chunk(device)
+            if device not in _NEXT:
+                _NEXT[device] = _cleared_chunk(device)
+            chunk, is_cleared = _NEXT[device]
             if is_cleared is not None:  # other streams may be the next to use it
                 is_cleared.synchronize()
+            del _NEXT[device]
             chunks.append(chunk)
             _USED[device] = 0
         at = _USED[device]
         _USED[device] = at + words
         if at > _CHUNK_WORDS // 2 and device not in _NEXT and len(chunks) < _MOST_CHUNKS and not is_capturing(device):
-            _NEXT[device] = _cleared_chunk(device)
+            with suppress(torch.OutOfMemoryError):  # there may be some when it is needed
+                _NEXT[device] = _cleared_chunk(device)
         return _SCRATCH.setdefault(key, chunks[-1][at : at + words])
 
 

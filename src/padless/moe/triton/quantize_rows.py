@@ -218,7 +218,7 @@ def _empty(
     columns = ceil_div(K, format.block_k)
     if format == FP8_BLOCK:
         if rows == 0:  # no kernel runs, so this zeroes what is then all padding
-            return data, layouts.to_mn_major(torch.empty((0, columns), device=device))
+            return data, layouts.to_mn_major(torch.empty((0, columns), dtype=torch.float32, device=device))
         return data, layouts.empty_mn_major(rows, columns, device)
     if scale_layout == "plain":
         scale = torch.empty((rows, columns), dtype=torch.uint8, device=device)
