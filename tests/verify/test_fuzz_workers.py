@@ -212,7 +212,7 @@ def hashable(options: dict[str, Any]) -> dict[str, Any]:
         (["--repeat", "gemm"], "problem is 'gemm'"),
         (["--repeat", "gem(a=1)"], "problem is of 'gem'"),
         (["--repeat", "gemm(**{'a': 1})"], "it must be call(option=value, ..): no call by keywords"),
-        (["--repeat", "gemm(a=b)"], "problem has a=b; its values must be numbers"),
+        (["--repeat", "gemm(a=b)"], "and has a=b; its values must be numbers"),
         (["--repeat", "gemm(a='BF16'"], "it must be call(option=value, ..): '(' was never closed"),
         (["--repeat", "quantize_nvfp4_stochastic()"], "problem has no dtype; quantize_nvfp4_stochastic takes dtype, "),
         (["--backend", "cpu"], "backend is 'cpu'"),

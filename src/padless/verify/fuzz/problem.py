@@ -56,7 +56,7 @@ class Problem:
             except ValueError:
                 shown = f"{one.arg}={ast.unparse(one.value)}"
                 allowed = "numbers, strings, lists, True, False or None"
-                raise ValueError(f"problem has {shown}; its values must be {allowed}") from None
+                raise ValueError(f"problem is {text!r}, and has {shown}; its values must be {allowed}") from None
         return cls(ast.unparse(tree.func), options)
 
 
