@@ -19,3 +19,8 @@ def on_files(files: Any, config: Any) -> Any:
 
     files.append(File.generated(config, "contributing.md", content=contributing_page()))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links to that page as the site has them; in the repository they lead to the file."""
+    return markdown.replace("](../CONTRIBUTING.md", "](contributing.md")

@@ -150,6 +150,8 @@ def test_a_session_without_points_is_nothing(tmp_path: Path) -> None:
         (b'{"point": {}, "gpu": {}}\n', "a record has no 'kind'"),
         (b'{"kind": "paper", "point": {}}\n', "a record has no 'gpu'"),
         (b'{"kind": "session"}\n', "a record has no 'id'"),
+        (b'{"kind": "ep", "point": {}, "gpu": {}}\n', "of kind 'ep' are not as this version writes them: KeyError"),
+        (b'{"kind": "ep", "point": null, "gpu": {}}\n', "of kind 'ep' are not as this version writes them: TypeError"),
     ],
 )
 def test_an_empty_or_broken_file_is_said_and_is_an_exit_code(
@@ -163,6 +165,7 @@ def test_an_empty_or_broken_file_is_said_and_is_an_exit_code(
     assert "x.jsonl" in out
     text, result = shown(path)
     assert len(text.splitlines()) == 1
+    assert text.count(str(path)) == 1
     assert len(result.failures) == 1
 
 
@@ -175,6 +178,10 @@ def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None
         ValueError, match=r"records of kind \['weather'\]; those that can be shown: \['adapters', 'black"
     ):
         shown(file.path)
+    path = tmp_path / "list.jsonl"
+    path.write_text('{"kind": ["paper"], "point": {}, "gpu": {}}\n')
+    with pytest.raises(ValueError, match=r"records of kind \[\"\['paper'\]\"\]"):
+        shown(path)
     decode = MEASURED / "2026-11-21-h200-decode.jsonl"
     with pytest.raises(ValueError, match=r"one kind of records, paper or formats or decoding; .* holds \['decode'\]"):
         shown(decode, tmp_path / "x.png")

@@ -45,7 +45,8 @@ except SystemExit as stop:
     assert stop.code == 0, stop.code
 heavy = {{"torch", "numpy", "triton", "cuda", "matplotlib"}} & set(sys.modules)
 assert not heavy, heavy
-assert {{m for m in sys.modules if m.startswith("padless")}} == {{"padless", "padless.cli", "padless.cli.calling"}}
+own = {{"padless", "padless.cli", "padless.cli.calling", "padless.options"}}
+assert {{m for m in sys.modules if m.startswith("padless")}} == own
 """
     found = run_python("-c", script)
     assert found.returncode == 0, found.stderr
@@ -111,16 +112,77 @@ def test_a_value_error_is_one_sentence_and_exit_code_2(main, monkeypatch):
     assert err == "padless: K is 17; it must be a multiple of 16\n"
 
 
-@pytest.mark.parametrize("command", [["demo", "--synthetic"], ["train-demo"], ["verify"], ["fuzz"]], ids=lambda c: c[0])
+WRITING = [["demo", "--synthetic"], ["train-demo"], ["verify"], ["fuzz"], ["bench", "paper"], ["bench", "units"]]
+
+
+@pytest.mark.parametrize("command", WRITING, ids=" ".join)
 def test_a_folder_that_cannot_be_written_to_is_refused_first(main, recorded, tmp_path, command):
     ran = [recorded("padless.demo.run", "run_demo"), recorded("padless.demo.train.run", "run_train_demo"),
-           recorded("padless.verify.run", "run_verify"), recorded("padless.verify.fuzz.run", "run_fuzz")]  # fmt: skip
+           recorded("padless.verify.run", "run_verify"), recorded("padless.verify.fuzz.run", "run_fuzz"),
+           recorded("padless.bench.commands", "bench"), recorded("padless.bench.units", "units")]  # fmt: skip
     (tmp_path / "file").touch()
     code, _, err = main(*command, "--out", str(tmp_path / "file" / "x"))
     assert code == 2
     assert err.startswith("padless: --out is ")
     assert err.count("\n") == 1
     assert not any(ran)
+
+
+@pytest.mark.parametrize("name", [".", "figure", "figure.weird", "file/figure.png"])
+def test_a_figure_that_cannot_be_drawn_is_refused_first(main, recorded, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    ran = recorded("padless.bench.commands", "report")
+    code, out, err = main("bench", "report", "x.jsonl", "--figure", name)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"padless: --figure is {name!r}") or "file" in name
+    assert err.count("\n") == 1
+    assert not ran
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "info --formats --json",
+        "tune --reset --dry-run",
+        "tune --reset --repeats 3",
+        "train-demo --ranks 2 --seeds 1",
+        "verify --ranks 2 --against-cudnn",
+        "verify --ranks 2 --workers 1",
+        "verify --against-cudnn --against-emulator",
+        "fuzz --repeat gemm(m=1) --seed 0",
+        "fuzz --repeat gemm(m=1) --call gemm",
+        "fuzz --repeat gemm(m=1) --out x.jsonl",
+        "bench paper --balanced --full",
+        "emulate --time --mutate 0",
+        "emulate --launch x.toml --program x.py",
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(main, line):
+    """They were read as if only one of them was there."""
+    options = [word for word in line.split() if word.startswith("--")]
+    code, out, err = main(*line.split())
+    assert (code, out) == (2, "")
+    assert err.startswith("padless: ")
+    assert err.endswith(" exclude each other; leave one of them out\n")
+    assert all(option in err for option in options)
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "paper"], ["fuzz"], ["emulate"]], ids=" ".join)
+def test_help_of_a_narrow_terminal_has_whole_names_and_sentences(main, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "40")
+    code, out, err = main(*command, "--help")
+    assert (code, err) == (0, "")
+    assert out.isascii()
+    assert "..." not in out.replace("[ARGS]...", "")
+    assert max(map(len, out.splitlines())) <= 50  # the least that click wraps at
+
+
+def test_a_value_of_the_wrong_type_is_one_sentence_without_a_box(main):
+    code, out, err = main("fuzz", "--minutes", "soon")
+    assert (code, out) == (2, "")
+    assert err.isascii()
+    assert err.splitlines()[-1].startswith("Error: Invalid value for '--minutes'")
 
 
 def test_other_errors_keep_their_traceback(main, monkeypatch):

@@ -122,19 +122,26 @@ def test_command_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_that_do_not_divide_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"ranks is 3; it must be at least 2 and divide 8 and 8"):
+    with pytest.raises(
+        ValueError, match=r"ranks is 3; it must be at least 2 and divide the 8 experts and the 8 texts of a step"
+    ):
         demo.run_train_demo(ranks=3, out=tmp_path)
+    with pytest.raises(ValueError, match=r"ranks is 0; .* the 8 experts"):
+        demo.run_train_demo(ranks=0, out=tmp_path)
+    with pytest.raises(ValueError, match=r"steps is 1; over ranks it must be 2 or more"):
+        demo.run_train_demo(ranks=2, steps=1, out=tmp_path)
 
 
 @pytest.mark.slow
 def test_command_trains_over_ranks_and_judges(monkeypatch: pytest.MonkeyPatch):
-    """Both kinds pass; where no loss has fallen, after one step, the program ends with 1."""
+    """Both kinds pass; where ranks do not agree, the program ends with 1."""
     monkeypatch.setattr(over_ranks, "SMALL", TINY)
     text = io.StringIO()
     over_ranks.run_over_ranks(2, ["fp8"], 12, Console(file=text, width=400))
     assert [line[:4] for line in text.getvalue().splitlines()[1:]] == ["pass", "pass"], text.getvalue()
+    monkeypatch.setattr(over_ranks, "STEP_BOUND", -1.0)
     with pytest.raises(SystemExit):
-        over_ranks.run_over_ranks(2, ["fp8"], 1, Console(file=io.StringIO()))
+        over_ranks.run_over_ranks(2, ["fp8"], 2, Console(file=io.StringIO()))
 
 
 # --- loss parity -----------------------------------------------------------------------------------------

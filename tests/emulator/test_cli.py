@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from padless.emulator import Emulator, LaunchError
-from padless.emulator.cli import app
+from padless.emulator import Emulator, LaunchError, cli
+from padless.emulator.cli import app, main
 from padless.emulator.ptx.ast import Address, Immediate, Instruction, Register, Vector
 from padless.emulator.ptx.parser import parse
 from padless.emulator.timing import H200
@@ -193,6 +193,35 @@ def test_time_goes_up_with_work(tmp_path: Path) -> None:
 def test_unknown_chip_is_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="--chip is 'A100', allowed are H200, B200"):
         emulate(tmp_path, SOURCE, LAUNCH, "--time", "--chip", "A100")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--time-trace", "t.json"], "--time-trace is of a timed run; add --time"),
+        (["--chip", "H200"], "--chip is of a timed run or of a program; add --time or --program FILE"),
+        (["--time", "--seeds", "2"], "--time and --seeds exclude each other"),
+        (["--time", "--time-trace", "."], "--time-trace is '.', a folder; it must be a file"),
+        (["--time", "--time-picture", "t.weird"], "--time-picture is 't.weird'; its name must end in .pdf, .png, .svg"),
+    ],
+)
+def test_options_of_no_use_are_refused_before_anything_runs(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were passed over; a picture that cannot be written ended in a traceback, after all had run."""
+    monkeypatch.setattr("sys.argv", ["ptx-emulate", "--launch", "absent.toml", *options])
+    with pytest.raises(SystemExit) as stop:
+        main("ptx-emulate")
+    said_there = capsys.readouterr()
+    assert (stop.value.code, said_there.out) == (2, "")
+    assert said_there.err.startswith(f"ptx-emulate: {said}")
+    assert said_there.err.count("\n") == 1
+
+
+def test_a_picture_without_matplotlib_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    done = CliRunner().invoke(app, ["--launch", "absent.toml", "--time", "--time-picture", "t.png"])
+    assert str(done.exception) == "--time-picture needs matplotlib, which is not installed; pip install matplotlib"
 
 
 WARP_PRODUCT = r"""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -101,6 +102,14 @@ def test_padless_has_the_command_and_its_options(command):
     words.insert(words.index("--program") if "--program" in words else len(words), "--help")
     found = padless(*words)
     assert found.exit_code == 0, found.output
+
+
+def test_the_page_of_commands_has_all_of_them():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    named = {word for code in re.findall(r"^\| ([^|]*) \|", page, re.M) for word in re.findall(r"[a-z][\w-]+", code)}
+    group = typer.main.get_command(cli.app)
+    commands = [*group.commands, *group.commands["bench"].list_commands(None)]
+    assert [name for name in commands if name not in named] == []
 
 
 @pytest.mark.parametrize("wrong", ["bench nothing", "verify --no-such-option", "no-such-command"])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch
 
 from padless.testing import processes
 from padless.testing.processes import in_order, useful_workers, worker_pool
+from support.ragged import ROOT
 
 
 def test_one_core_is_left_to_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +82,49 @@ def test_what_has_not_started_is_dropped_when_nobody_listens() -> None:
     with pytest.raises(ValueError, match="planted"):
         list(in_order(pool, str, JOBS, lambda name, cost: cost))
     assert all(pool.futures[name].cancelled() for name in "bcd")
+
+
+POOL = """
+import time
+from padless.testing.processes import worker_pool
+with worker_pool(2) as pool:
+    started = [pool.submit(time.sleep, seconds) for seconds in (%s, 60)]
+    ready()
+    started[-1].result()
+"""
+RANKS = """
+import time
+from padless.testing.ranks import RankPool
+with RankPool(2, cuda=False, backend="collective") as ranks:
+    ready()
+    ranks.call(time.sleep, timeout_s=60)
+"""
+KEYBOARD = """
+import os, signal, threading
+def ready(): threading.Timer(1.0, lambda: os.killpg(0, signal.SIGINT)).start()
+def main():
+{body}
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("ended")
+"""
+
+
+@pytest.mark.parametrize("code", [POOL % 0, RANKS], ids=["pool", "ranks"])
+def test_the_keyboard_ends_processes_without_a_word(code: str) -> None:
+    """A terminal tells all processes of a command, here while they start, and import."""
+    script = KEYBOARD.format(body=textwrap.indent(code, "    "))
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True,
+        text=True, timeout=50, check=False, start_new_session=True,
+    )  # fmt: skip
+    assert done.stdout == "ended\n"
+    assert done.stderr == ""
+
+
+def test_processes_hear_the_keyboard_again() -> None:
+    with worker_pool(1) as pool:
+        assert pool.submit(signal.getsignal, signal.SIGINT).result() == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler

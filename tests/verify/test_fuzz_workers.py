@@ -6,6 +6,8 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,8 @@ from typer.testing import CliRunner
 from padless.cli import app
 from padless.verify.fuzz import products, quantizers, run, worker
 from padless.verify.fuzz.place import place_of
-from padless.verify.fuzz.problem import Problem
+from padless.verify.fuzz.problem import Draw, Problem
+from padless.verify.fuzz.states.subjects import STATES
 from padless.verify.fuzz.subjects import SUBJECTS, judged, subjects_of
 from support.ragged import ROOT
 
@@ -208,15 +211,57 @@ def hashable(options: dict[str, Any]) -> dict[str, Any]:
         ),
         (["--repeat", "gemm"], "problem is 'gemm'"),
         (["--repeat", "gem(a=1)"], "problem is of 'gem'"),
+        (["--repeat", "gemm(**{'a': 1})"], "it must be call(option=value, ..): no call by keywords"),
+        (["--repeat", "gemm(a=b)"], "and has a=b; its values must be numbers"),
+        (["--repeat", "gemm(a='BF16'"], "it must be call(option=value, ..): '(' was never closed"),
+        (["--repeat", "quantize_nvfp4_stochastic()"], "problem has no dtype; quantize_nvfp4_stochastic takes dtype, "),
         (["--backend", "cpu"], "backend is 'cpu'"),
         (["--states", "--call", "gemm"], "call is 'gemm'; allowed: states.linear"),
         (["--states", "--backend", "emulator"], "sequences of operations run on 'cuda' and 'reference'"),
     ],
 )
 def test_bad_options_get_a_sentence(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["fuzz", "--problems", "1", *options])
+    number = [] if "--repeat" in options else ["--problems", "1"]
+    result = CliRunner().invoke(app, ["fuzz", *number, *options])
     assert isinstance(result.exception, ValueError)
     assert message in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtyp": "float32"}, "problem has dtyp; quantize_weight_both takes dtype, "),
+        ({"dtype": "float64"}, "problem has dtype='float64'; allowed: 'bfloat16', 'float16', 'float32'"),
+        ({"seed": "7"}, "problem has seed='7'; it must be of type int"),
+    ],
+)
+def test_a_mistyped_problem_is_not_called_wrong(change: dict[str, Any], message: str) -> None:
+    """It ended as a finding, "WRONG: raised KeyError"."""
+    name = "quantize_weight_both"
+    problem = SUBJECTS[name].draw(name, Draw("1", "reference"))
+    SUBJECTS[name].check(problem)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run.run_fuzz(repeat=str(problem.but(**change)), backend="reference", show=lambda line: None)
+
+
+@pytest.mark.parametrize("name", [*SUBJECTS, *(name for name in STATES if name != "states.quantized")])
+def test_every_problem_may_be_repeated(name: str) -> None:
+    subject = (SUBJECTS | STATES)[name]
+    for backend in ("cuda", "reference", "emulator", "emulator:sm_100a"):
+        subject.check(Problem.parse(str(subject.draw(name, Draw("other", backend)))))
+    for arch in ("sm_90a", "sm_100a"):
+        lines = list(subject.lines(arch))
+        for options in lines[:: max(1, len(lines) // 3)]:
+            subject.check(Problem.parse(str(Problem(name, options))))
+
+
+@pytest.mark.parametrize("done", [3, 0])
+def test_what_the_keyboard_ends_is_no_success(done: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tally = worker.Tally(Counter({"gemm": done} if done else {}), ended=True)
+    monkeypatch.setattr(run, "_supervise", lambda *arguments: (tally, []))
+    out = tmp_path / "fuzz.jsonl"
+    assert run.run_fuzz(problems=9, workers=1, backend="reference", out=out, show=lambda line: None) == 130
+    assert json.loads(out.read_text())["problems"] == done
 
 
 @pytest.mark.slow

@@ -107,14 +107,18 @@ def report_file(file: str | Path, figure: str | Path | None = None, console: Con
         records = read_records(path)
         parts = _by_kind(records)
     except (UnicodeDecodeError, BrokenRecord) as error:
-        return _unusable(path, f"{path} is broken: {error}", console)
+        return _unusable(path, f"{path} is broken: {str(error).removeprefix(f'{path} ')}", console)
     _check(path, parts, wants_figure=figure is not None)
     if not parts:
         return _unusable(path, f"nothing measured: {path} holds no point", console)
     drawn = None
     for name, part in parts.items():
         case = CASES[name]
-        show_records(case, part, sessions_of(records), console)
+        try:
+            show_records(case, part, sessions_of(records), console)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            strange = f"records of kind {name!r} are not as this version writes them: {type(error).__name__}: {error}"
+            return _unusable(path, f"{path} is broken: {strange}", console)
         if figure is not None and case.figure:
             drawn = draw(case, part, Path(figure), console)
     return BenchResult([record for part in parts.values() for record in part], path, drawn)
@@ -123,13 +127,13 @@ def report_file(file: str | Path, figure: str | Path | None = None, console: Con
 def _by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
     parts: dict[str, list[Record]] = {}
     for record in records:
-        kind = record.get("kind")
+        kind = str(record.get("kind"))
         needed = ("id",) if kind == "session" else ("point", "gpu") if kind in CASES else ("kind",)
         missing = [name for name in needed if name not in record]
         if missing:
             raise BrokenRecord(f"a record has no {missing[0]!r}: {json.dumps(record)[:80]}")
         if kind != "session":
-            parts.setdefault(str(kind), []).append(record)
+            parts.setdefault(kind, []).append(record)
     return parts
 
 

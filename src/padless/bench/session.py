@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from padless.bench.group_sizes import DecodePoint, DenseShape, Point, group_sizes
 from padless.bench.measure import measure_dense
@@ -26,6 +26,7 @@ from padless.bench.report.terminal import wide_console
 from padless.bench.results import Record, ResultFile, of_kind, point_key, time_us
 from padless.bench.warm_up import warm_up
 from padless.testing import machine
+from padless.testing.progress import progress
 from padless.testing.timing import FLUSH, REPEATS, Timer, copy_bytes_per_second
 
 DEFAULT_OUT_DIR = Path("padless-out/bench")
@@ -44,7 +45,7 @@ class RunSettings:
     repeats: timed calls of each contender at each point.
     pause_s: idle seconds before each call, on top of twice what the last one took.
     time_limit_s: stop before a point that would end later than this after the start; None for no limit.
-    console, progress: where tables go, and whether a progress bar is shown.
+    console, progress: where tables go, and whether progress is shown.
     """
 
     peers_dir: str | Path | None = None
@@ -190,13 +191,12 @@ def run_points(session: Session, kind: str, points: Sequence[Any], measure: Call
     missing = missing_points(session.file, kind, points, seed)
     if len(missing) < len(points):
         session.console.print(f"{len(points) - len(missing)} of {len(points)} points are there already")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     slowest = 0.0
-    with Progress(*columns, console=session.console, disable=not session.settings.progress) as bar:
-        task = bar.add_task(kind, total=len(missing))
+    shown = progress(session.console, kind, len(missing)) if session.settings.progress else nullcontext(lambda: None)
+    with shown as advance:
         for point in missing:
             if session.out_of_time(slowest):
-                bar.console.print("the time limit is near: run again with the same folder for the rest")
+                session.console.print("the time limit is near: run again with the same folder for the rest")
                 break
             start = time.monotonic()
             record: Record = {"kind": kind, "session": session.id, "seed": seed, "point": asdict(point)}
@@ -204,7 +204,7 @@ def run_points(session: Session, kind: str, points: Sequence[Any], measure: Call
             took_s = time.monotonic() - start
             session.file.append(record | {"took_s": round(took_s, 2)})
             slowest = max(slowest, took_s)
-            bar.advance(task)
+            advance()
             torch.cuda.empty_cache()
     wanted = {point_key(asdict(point)) for point in points}
     return [

@@ -131,7 +131,7 @@ def units(out: Path) -> int:
     from padless.runtime.driver import cuda_driver
     from padless.testing import machine
 
-    machine.require_gpu("bench units")
+    machine.require_gpu("padless bench units")
     driver, device = cuda_driver(), torch.device("cuda", torch.cuda.current_device())
     if driver.arch != HOPPER.name:
         raise ValueError(f"bench units measures Hopper's units, and this GPU is {driver.arch}")

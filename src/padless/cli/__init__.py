@@ -10,18 +10,31 @@ import typer
 from typer.core import TyperGroup
 
 import padless
-from padless.cli.calling import DEFAULT_OUT, OutDir, call, check_folder, load
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, file_option, folder_option, load
+from padless.options import check_alone
+
+
+class Group(TyperGroup):
+    """Lists commands with whole sentences, which click cuts to a line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, made.get_short_help_str(limit=200)) for name, made in commands.items() if made])
+
 
 app = typer.Typer(
     name="padless",
+    cls=Group,
     help="Block-scaled grouped GEMM for Mixture-of-Experts, with no padding.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain text, which a narrow terminal does not cut names from
 )
 
 
-class BenchGroup(TyperGroup):
+class BenchGroup(Group):
     """Makes its commands when it is asked for them, so that `padless --help` imports none."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -43,6 +56,7 @@ app.add_typer(
         no_args_is_help=True,
         help="Measure; prints a table, writes JSON lines and pictures.",
         callback=lambda: None,
+        rich_markup_mode=None,
     ),
     name="bench",
 )
@@ -80,7 +94,6 @@ def demo(
     """Route a real text through a real encoder's experts and show what padding would have cost."""
     from padless.demo.run import run_demo
 
-    check_folder("--out", out)
     run_demo(synthetic=synthetic, out=out)
 
 
@@ -90,15 +103,21 @@ def train_demo(
         list[str] | None, typer.Option("--recipe", help="Train under this one; can be repeated. bf16 and fp8.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
-    seeds: Annotated[int, typer.Option(help="Runs with other weights and batches.")] = 1,
+    seeds: Annotated[int | None, typer.Option(help="Runs with other weights and batches. Default: 1.")] = None,
     ranks: Annotated[
         int, typer.Option(help="From 2 on: spread the experts over so many processes, beside one that has all.")
     ] = 1,
     out: OutDir = DEFAULT_OUT,
 ) -> None:
     """Train a small Mixture-of-Experts language model in bf16 and in FP8 side by side and draw the losses."""
-    check_folder("--out", out)
-    options = {"recipes": recipes or (), "steps": steps, "seeds": seeds, "ranks": ranks, "out": out}
+    check_alone("--ranks", ranks != 1, {"--seeds": seeds})
+    options = {
+        "recipes": recipes or (),
+        "steps": steps,
+        "seeds": 1 if seeds is None else seeds,
+        "ranks": ranks,
+        "out": out,
+    }
     call("padless.demo.train.run", "run_train_demo", **options)
 
 
@@ -113,6 +132,7 @@ def info(
     from padless.cli.environment import print_info
     from padless.cli.supported import supported_markdown
 
+    check_alone("--formats", formats, {"--json": as_json})
     if formats:
         print(supported_markdown(), end="")
     else:
@@ -123,15 +143,16 @@ def info(
 def tune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and print, store nothing.")] = False,
     reset: Annotated[bool, typer.Option("--reset", help="Remove what was stored; measure nothing.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each product.")] = 20,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Timed calls of each product. Default: 20.")] = None,
 ) -> None:
     """Measure on this GPU what tiles cost, so that the choice of tile fits it."""
-    call("padless.bench.tune.costs", "run_tune", dry_run=dry_run, reset=reset, repeats=repeats)
+    check_alone("--reset", reset, {"--dry-run": dry_run, "--repeats": repeats})
+    call("padless.bench.tune.costs", "run_tune", dry_run=dry_run, reset=reset, repeats=repeats or 20)
 
 
 @app.command()
 def verify(
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the record of the run.")] = None,
+    out: Annotated[Path | None, folder_option("Folder for the record of the run.")] = None,
     sanitizer: Annotated[bool, typer.Option(help="Run compute-sanitizer where it is installed.")] = True,
     checks: Annotated[list[str] | None, typer.Option("--check", help="Only this check; can be repeated.")] = None,
     against_emulator: Annotated[
@@ -148,8 +169,9 @@ def verify(
     ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
-    if out is not None:
-        check_folder("--out", out)
+    check_alone("--against-cudnn", against_cudnn, {"--against-emulator": against_emulator})
+    unused = {"--against-cudnn": against_cudnn, "--against-emulator": against_emulator, "--workers": workers}
+    check_alone("--ranks", ranks is not None, unused)
     if ranks is not None:
         call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out, checks=checks or None)
         return
@@ -169,7 +191,7 @@ def fuzz(
         str | None, typer.Option(help="cuda, emulator, emulator:sm_100a or reference; the GPU if there is one.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one for each core, fewer on a small GPU.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="File that a record of the run is added to.")] = None,
+    out: Annotated[Path | None, file_option("File that a record of the run is added to.")] = None,
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
     repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
     other_gpu: Annotated[
@@ -181,10 +203,8 @@ def fuzz(
     ] = False,
 ) -> None:
     """Judge random problems over every public call by float64, by each other and by what they must not touch."""
-    if out is not None:
-        if out.is_dir():
-            raise ValueError(f"--out is {str(out)!r}, a folder; it must be a file")
-        check_folder("--out", out.parent)
+    unused = {"--minutes": minutes, "--problems": problems, "--seed": seed, "--workers": workers, "--out": out}
+    check_alone("--repeat", repeat is not None, unused | {"--call": calls})
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}
     options |= {"other_gpu": other_gpu, "states": states}
     call("padless.verify.fuzz.run", "run_fuzz", out=out, repeat=repeat, calls=calls or None, **options)

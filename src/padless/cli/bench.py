@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from padless.cli.calling import DEFAULT_OUT, OutDir, call
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, picture_option
+from padless.options import check_alone
 
 COMMANDS = "padless.bench.commands"
 
@@ -65,7 +66,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "time_limit": (
         Annotated[
             float | None,
-            typer.Option("--time-limit", help="Seconds after which no new point is begun; the next run goes on."),
+            typer.Option(
+                "--time-limit", min=0, help="Seconds after which no new point is begun; the next run goes on."
+            ),
         ],
         None,
     ),
@@ -81,6 +84,7 @@ def _command(name: str, options: dict[str, tuple[Any, Any]]) -> Callable[..., No
     """A function whose signature has these options, as typer reads it."""
 
     def command(**given: Any) -> None:
+        check_alone("--balanced", given.get("balanced"), {"--full": given.get("full")})
         call(COMMANDS, "bench", case=name, **given)
 
     command.__name__ = name
@@ -107,8 +111,7 @@ def _units(out: OutDir = DEFAULT_OUT) -> None:
 def _report(
     files: Annotated[list[Path], typer.Argument(help="Result files (.jsonl) of any benchmark.")],
     figure: Annotated[
-        Path | None,
-        typer.Option("--figure", help="Draw the figure of the paper's grid, of formats or of decoding there."),
+        Path | None, picture_option("--figure", "Draw the figure of the paper's grid, of formats or of decoding there.")
     ] = None,
 ) -> None:
     """Tables and figure of earlier runs again; needs no GPU."""
@@ -119,7 +122,7 @@ def commands() -> Any:
     """All of them, a group of click's commands."""
     from padless.bench.case import CASES
 
-    app = typer.Typer()
+    app = typer.Typer(rich_markup_mode=None)
     for case in CASES.values():
         known = OPTIONS | {"repeats": _repeats(case.repeats)}
         options = {name: known[name] for name in case.options}

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-OutDir = Annotated[Path, typer.Option("--out", help="Folder for what is written.")]
+from padless.options import check_file, check_folder, check_picture
+
 DEFAULT_OUT = Path("padless-out")
 
 
-def check_folder(option: str, folder: Path) -> None:
-    """Raises ValueError, before anything is computed, where a folder neither is nor can be made, or is read-only."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(f"{option} is {str(folder)!r}, and {str(there)!r} is no folder that can be written to")
+def _checked(check: Callable[[str, Path], None], option: str) -> Callable[[Path | None], Path | None]:
+    """A callback of an option, which hands on what passes the check."""
+
+    def callback(path: Path | None) -> Path | None:
+        if path is not None:
+            check(option, path)
+        return path
+
+    return callback
+
+
+def folder_option(help: str) -> Any:
+    """``--out``, a folder."""
+    return typer.Option("--out", help=help, callback=_checked(check_folder, "--out"))
+
+
+def file_option(help: str) -> Any:
+    """``--out``, a file."""
+    return typer.Option("--out", help=help, callback=_checked(check_file, "--out"))
+
+
+def picture_option(name: str, help: str) -> Any:
+    """A picture that is drawn."""
+    return typer.Option(name, help=help, callback=_checked(check_picture, name))
+
+
+OutDir = Annotated[Path, folder_option("Folder for what is written.")]
 
 
 def load(module: str, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ import typer.core
 
 from padless.emulator.annotation import annotation
 from padless.emulator.emulator import ARITHMETICS, MOST_MEMORY, Emulator, LaunchResult
-from padless.emulator.errors import EmulatorError, LaunchError
+from padless.emulator.errors import LaunchError
 from padless.emulator.launch_file import (
     LAUNCH_KEYS,
     buffer_bytes,
@@ -29,10 +30,12 @@ from padless.emulator.timing.kernel import kernel_time
 from padless.emulator.timing.picture import draw
 from padless.emulator.timing.report import lines_of
 from padless.emulator.timing.trace import write_trace
+from padless.options import check_alone, check_file, check_picture
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help=(
         "Run a kernel's PTX on the CPU and look for races. The launch description is JSON or TOML: ptx, grid, block, "
         "cluster, shared_bytes, programmatic, buffers (name -> dtype, shape, fill, save) and args (numbers, buffer "
@@ -107,6 +110,10 @@ def emulate(
     """Run the kernel and print what was found; exit code 1 if anything was."""
     options: dict[str, Any] = {"arithmetic": arithmetic, "checks": check, "ignore": ignore or (), "strict": strict,
                                "max_memory": max_memory << 20}  # fmt: skip
+    check_options(
+        {"a PTX file": kernel, "--launch": launch, "--entry": entry, "--trace": trace, "--mutate": mutate},
+        program=program, time=time, chip=chip, seeds=seeds, time_trace=time_trace, time_picture=time_picture,
+    )  # fmt: skip
     if program is not None:
         from padless.emulator.program.run import run_program
 
@@ -150,6 +157,36 @@ def emulate(
         found += run_once(emulator, name, description, each, launch.parent, github)
     if found:
         raise typer.Exit(1)
+
+
+def check_options(
+    of_launches: dict[str, object],
+    *,
+    program: Path | None,
+    time: bool,
+    chip: str | None,
+    seeds: int,
+    time_trace: Path | None,
+    time_picture: Path | None,
+) -> None:
+    """Raises ValueError for options that exclude each other or would be of no use, and files that cannot be written.
+
+    of_launches: values of those that --program does not read, by name.
+    """
+    more_seeds = seeds if seeds > 1 else None
+    check_alone("--program", program is not None, of_launches | {"--seeds": more_seeds, "--time": time})
+    check_alone("--time", time, {"--mutate": of_launches["--mutate"], "--seeds": more_seeds})
+    for name, file, check in (
+        ("--time-trace", time_trace, check_file), ("--time-picture", time_picture, check_picture)
+    ):  # fmt: skip
+        if file is not None:
+            if not time:
+                raise LaunchError(f"{name} is of a timed run; add --time")
+            check(name, file)
+    if time_picture is not None and find_spec("matplotlib") is None:
+        raise LaunchError("--time-picture needs matplotlib, which is not installed; pip install matplotlib")
+    if chip is not None and not time and program is None:
+        raise LaunchError("--chip is of a timed run or of a program; add --time or --program FILE")
 
 
 def ptx_of(description: dict[str, Any], launch: Path) -> Path:
@@ -260,6 +297,6 @@ def main(name: str) -> None:
     """The command under this name. What cannot be done is one sentence and exit code 2."""
     try:
         app(prog_name=name)
-    except (EmulatorError, OSError) as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"{name}: {error}", err=True)
         sys.exit(2)

@@ -6,6 +6,8 @@ They are spawned, not forked, since the parent has a CUDA context by then. Each 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +33,21 @@ def useful_workers() -> int:
 
 
 @contextmanager
+def unheard_keyboard() -> Iterator[None]:
+    """Processes that start in this block ignore Ctrl-C and print no traceback of it: this one, which gets it too, ends
+    them.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only it may set a signal's handler
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def worker_pool(workers: int | None = None) -> Iterator[ProcessPoolExecutor]:
     """Processes to submit work to; inside of another ``worker_pool`` the same ones, unless ``workers`` says how many.
 
@@ -47,9 +64,13 @@ def worker_pool(workers: int | None = None) -> Iterator[ProcessPoolExecutor]:
     before = {name: os.environ.get(name) for name in _ONE_THREAD}
     outer = _open
     os.environ.update(_ONE_THREAD)
-    pool = ProcessPoolExecutor(workers or useful_workers(), mp_context=get_context("spawn"))
+    silently = (signal.SIGINT, signal.SIG_DFL)  # ended by Ctrl-C, what they have started too
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(workers or useful_workers(), context, initializer=signal.signal, initargs=silently)
     _open = pool
     try:
+        with unheard_keyboard():
+            pool.submit(int)  # starts all of them
         yield pool
     finally:
         _open = outer

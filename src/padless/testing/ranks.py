@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from padless.runtime.choices import Exchange
+from padless.testing.processes import unheard_keyboard
 
 GROUP_SECONDS = 60.0  # after which a collective call that others do not make is an error
 # NVLink multicast is a resource of the whole host, and these processes may be killed.
@@ -92,7 +93,8 @@ class RankPool:
             ours, theirs = context.Pipe()
             given = (rank, self._size, self._folder.name, self._cuda, self._backend, theirs)
             process = context.Process(target=_serve, args=given, daemon=True)
-            process.start()
+            with unheard_keyboard():
+                process.start()
             theirs.close()
             self._ranks.append((process, ours))
 
@@ -132,7 +134,7 @@ def _serve(rank: int, size: int, folder: str, cuda: bool, backend: Exchange, pip
     while True:
         try:
             function, arguments = pipe.recv()
-        except EOFError:  # the parent is gone
+        except (EOFError, ConnectionError):  # the parent is gone
             os._exit(1)
         result: Any
         try:

@@ -167,14 +167,15 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
     there are as many. Raises ValueError for ranks that do not divide experts and batch; ends the program with 1 where
     losses do not agree.
     """
-    device = "cuda" if torch.cuda.device_count() >= ranks else "cpu"
+    device = "cuda" if 0 < ranks <= torch.cuda.device_count() else "cpu"
     size = LARGE if device == "cuda" else SMALL
     backend: Exchange = "symm" if device == "cuda" else "collective"
     if ranks < 2 or size.experts % ranks or size.batch % ranks:
-        raise ValueError(f"ranks is {ranks}; it must be at least 2 and divide {size.experts} and {size.batch}")
+        divided = f"the {size.experts} experts and the {size.batch} texts of a step"
+        raise ValueError(f"ranks is {ranks}; it must be at least 2 and divide {divided}")
     steps = STEPS[device] if steps is None else steps
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; over ranks it must be 1 or more")
+    if steps < 2:
+        raise ValueError(f"steps is {steps}; over ranks it must be 2 or more, since the loss has to fall")
     console.print(
         f"{size.layers} layers of {size.experts} experts, {size.top_k} a token, hidden {size.hidden}, "
         f"{size.tokens:,} bytes a step, {steps} steps in one process and over {ranks} ({device}, {backend}); starting"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from padless.demo.train.curves import Curve, Training
 from padless.demo.train.model import Model, ModelSize
 from padless.demo.train.text import SOURCES, TOPICS, draw_batch, help_topics, library_sources
 from padless.nn import RECIPES, Recipe
+from padless.testing.progress import progress
 
 SMALL = ModelSize(
     layers=2, hidden=128, heads=4, experts=8, top_k=2, intermediate=256, length=64, batch=4
@@ -184,7 +183,7 @@ def run_train_demo(
     on_gpu = device == "cuda"
     size, source = (LARGE, SOURCES) if on_gpu else (SMALL, TOPICS)
     text = library_sources() if on_gpu else help_topics()
-    with _progress(console, steps * seeds * len(names), names) as advance:
+    with progress(console, f"Training {' and '.join(names)}", steps * seeds * len(names)) as advance:
         training = train(
             names, size=size, steps=steps, seeds=range(seeds), device=device, text=text, source=source,
             on_step=advance,
@@ -204,13 +203,3 @@ def _rate_of(steps: int) -> Callable[[int], float]:
         return 0.1 + 0.45 * (1 + float(along.cos()))
 
     return rate
-
-
-@contextmanager
-def _progress(console: Console, total: int, names: Sequence[str]) -> Iterator[Callable[[], None]]:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(bar_width=32), MofNCompleteColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"Training {' and '.join(names)}", total=total)
-        yield lambda: progress.advance(task)

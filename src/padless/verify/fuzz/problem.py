@@ -14,6 +14,7 @@ from padless.runtime.choices import BackendName
 from padless.verify.fuzz.place import Place
 
 EVERYWHERE = ("reference", "sm_90a", "sm_100a")
+_DRAWN = 300  # problems whose options are compared with those of one that was typed
 _TRIES = 256  # draws of a problem of one kind, the rarest of which is one in a hundred
 
 Options = dict[str, Any]
@@ -43,13 +44,20 @@ class Problem:
         """Reads what ``str`` wrote. Raises ValueError for anything else."""
         try:
             tree = ast.parse(text.strip(), mode="eval").body
-            if not isinstance(tree, ast.Call) or tree.args:
-                raise ValueError("no call by keywords")
-            call = ast.unparse(tree.func)
-            options = {str(one.arg): ast.literal_eval(one.value) for one in tree.keywords}
         except (SyntaxError, ValueError) as error:
-            raise ValueError(f"problem is {text!r}; it must be call(option=value, ..): {error}") from None
-        return cls(call, options)
+            reason = error.msg if isinstance(error, SyntaxError) else str(error)
+            raise ValueError(f"problem is {text!r}; it must be call(option=value, ..): {reason}") from None
+        if not isinstance(tree, ast.Call) or tree.args or any(one.arg is None for one in tree.keywords):
+            raise ValueError(f"problem is {text!r}; it must be call(option=value, ..): no call by keywords")
+        options = {}
+        for one in tree.keywords:
+            try:
+                options[str(one.arg)] = ast.literal_eval(one.value)
+            except ValueError:
+                shown = f"{one.arg}={ast.unparse(one.value)}"
+                allowed = "numbers, strings, lists, True, False or None"
+                raise ValueError(f"problem is {text!r}, and has {shown}; its values must be {allowed}") from None
+        return cls(ast.unparse(tree.func), options)
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,26 @@ class Subject:
                 break
             options = fixed | self.rest(draw, fixed)
         return Problem(name, options)
+
+    def check(self, problem: Problem) -> None:
+        """Raises ValueError for options that, by name, type or a string's letters, no drawn or fixed problem has."""
+        places: tuple[BackendName, ...] = ("cuda", "reference", "emulator", "emulator:sm_100a")
+        seen = [self.draw("", Draw(str(i), place)).options for place in places for i in range(_DRAWN)]
+        seen += [options for arch in EVERYWHERE[1:] for options in self.lines(arch)]
+        takes = f"{problem.call} takes {', '.join(dict.fromkeys(name for options in seen for name in options))}"
+        for name in seen[0]:
+            if name not in problem.options and all(name in options for options in seen):
+                raise ValueError(f"problem has no {name}; {takes}")
+        for name, value in problem.options.items():
+            known = [options[name] for options in seen if name in options]
+            if not known:
+                raise ValueError(f"problem has {name}; {takes}")
+            if type(value) not in (types := {type(one) for one in known}):
+                allowed = " or ".join(sorted(one.__name__ for one in types))
+                raise ValueError(f"problem has {name}={value!r}; it must be of type {allowed}")
+            if isinstance(value, str) and value not in known:
+                allowed = ", ".join(sorted({repr(one) for one in known}))
+                raise ValueError(f"problem has {name}={value!r}; allowed: {allowed}")
 
     def model(self, draw: Draw) -> Model:
         fixed = self.constants(draw)

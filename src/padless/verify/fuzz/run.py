@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -14,18 +15,22 @@ from typing import Any
 
 from padless.runtime.choices import BackendName
 from padless.testing import machine
-from padless.testing.processes import cpus
+from padless.testing.processes import cpus, unheard_keyboard
 from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Problem
-from padless.verify.fuzz.subjects import judged
+from padless.verify.fuzz.subjects import judged, subject_of
 from padless.verify.fuzz.worker import Tally, Task, run_process
 
 _PROGRESS_S = 15.0
+ENDED = 130  # exit code of what the keyboard ends
 _MOST_REFUSED = 1 / 3  # of a call's problems: beyond, nothing was fuzzed
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WORKER_BYTES = 6 << 30  # of a GPU: a context with all kernels takes 2.4 GB, a problem up to 1.5
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+
+
+_say = partial(print, flush=True)  # through a pipe, too, when it is said
 
 
 def run_fuzz(
@@ -39,7 +44,7 @@ def run_fuzz(
     calls: list[str] | None = None,
     other_gpu: bool = False,
     states: bool = False,
-    show: Callable[[str], None] = print,
+    show: Callable[[str], None] = _say,
 ) -> int:
     """Draws and judges random problems until the time or the number is over, whichever is first.
 
@@ -55,7 +60,8 @@ def run_fuzz(
         other_gpu: tensors are on a second GPU of the process while the first is current, which must stay so.
         states: sequences of operations on modules and call sites, not single calls.
 
-    Returns 0 when nothing was wrong, else 1. Raises ValueError for what is not possible here.
+    Returns 0 when nothing was wrong, else 1, and 130 where the keyboard ended it before anything was. Raises ValueError
+    for what is not possible here.
     """
     backend = backend or _default_backend()
     if repeat is not None:
@@ -86,8 +92,11 @@ def run_fuzz(
     few = [call for call, count in total.refused.items() if count > _MOST_REFUSED * (count + total.done[call])]
     for call in few:
         show(f"WRONG {call}: {total.refused[call]} problems were refused and {total.done[call]} made")
-    nothing = sum(total.done.values()) == 0
-    return 1 if total.wrong or crashes or few or nothing else 0
+    if total.wrong or crashes or few:
+        return 1
+    if total.ended:
+        return ENDED
+    return 0 if sum(total.done.values()) else 1
 
 
 def _default_backend() -> BackendName:
@@ -149,6 +158,7 @@ def _check(
 
 
 def _repeat(problem: Problem, backend: BackendName, gpu: int, show: Callable[[str], None]) -> int:
+    subject_of(problem).check(problem)
     with settings_of(backend):
         wrong = judged(problem, place_of(backend, gpu))
     show(f"{problem}")
@@ -182,7 +192,8 @@ def _supervise(
                 )
                 os.environ[_VISIBLE] = ",".join(others)
             process = context.Process(target=run_process, args=(task, theirs), daemon=True)
-            process.start()
+            with unheard_keyboard():
+                process.start()
             theirs.close()
             processes.append(process)
             open_[mine] = task
@@ -213,6 +224,7 @@ def _supervise(
                 show(f"{now - start:6.0f} s  {done} problems, {rate:.0f} a second, {len(total.wrong)} wrong")
     except KeyboardInterrupt:  # what was done counts
         show("ended by the keyboard")
+        total.ended = True
         for process in processes:
             process.terminate()
     finally:

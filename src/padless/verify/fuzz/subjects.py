@@ -126,17 +126,22 @@ def subjects_of(backend: BackendName, arch: str, states: bool = False) -> dict[s
     return {name: s for name, s in every.items() if where in s.kernels and (s.emulated or not emulator)}
 
 
+def subject_of(problem: Problem) -> Subject:
+    """Raises ValueError for a call that is not fuzzed."""
+    subjects = SUBJECTS | STATES
+    if problem.call not in subjects:
+        raise ValueError(f"problem is of {problem.call!r}; allowed: {', '.join(subjects)}")
+    return subjects[problem.call]
+
+
 def judged(problem: Problem, place: Place) -> list[str]:
     """Findings about one problem: names of judgements, or the error of a call that raised. Waits for the device.
 
     A call that is refused with a ValueError has nothing wrong, but with the reference, which refuses none.
     """
     place.judge.problem = 0
-    subjects = SUBJECTS | STATES
-    if problem.call not in subjects:
-        raise ValueError(f"problem is of {problem.call!r}; allowed: {', '.join(subjects)}")
     try:
-        subjects[problem.call].judge(problem.options, place)
+        subject_of(problem).judge(problem.options, place)
     except Exception as error:
         place.judge.verdicts()
         if isinstance(error, ValueError) and place.has_kernels:

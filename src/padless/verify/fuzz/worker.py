@@ -52,7 +52,7 @@ class Task:
 class Tally:
     """Outcome of problems, by call; wrong: (problem, what is wrong, the problem made smaller).
 
-    waits: lines of Python that made torch wait for the GPU before all of a batch was launched.
+    waits: lines of Python that made torch wait for the GPU before all of a batch was launched. ended: by the keyboard.
     """
 
     done: Counter[str] = field(default_factory=Counter)
@@ -60,6 +60,7 @@ class Tally:
     reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[tuple[str, list[str], str]] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
+    ended: bool = False
 
     def add(self, other: Tally) -> None:
         self.done += other.done
