@@ -2,7 +2,8 @@
 
 `--slow-share N` runs one in N of the slow tests. Which ones the commit decides, so that all are run in the course of
 time; they come first, in an order that the commit decides too, until each process has spent `--slow-seconds` on them.
-Of the cases of a test, or the tests of a file, in cases_in_turns.txt it runs one in `TURNS`, by the commit too.
+Of a file's tests that are in cases_in_turns.txt it runs one case in `TURNS`, by the commit too. Quick tests are not in
+there, so that each change that breaks one is seen at once.
 
 `--resume` leaves out what has passed before with the same files and versions. What passed is kept in
 `.pytest_cache/passed`, one file for each state of the tree.
@@ -62,15 +63,14 @@ def draw_of(commit: str, nodeid: str) -> int:
 
 
 def leave_to_other_commits(items: list[pytest.Item], commit: str) -> None:
-    """Skips cases of what is in cases_in_turns.txt, all but every eighth from one that the commit decides."""
-    families: dict[str, list[pytest.Item]] = {}
+    """Skips cases of tests in cases_in_turns.txt, all but every eighth of a file from one that the commit decides."""
+    files: dict[str, list[pytest.Item]] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
-        for family in (test, test.partition("::")[0]):
-            if family in IN_TURNS:
-                families.setdefault(family, []).append(item)
-    for family, cases in families.items():
-        first = draw_of(commit, family) % TURNS
+        if test in IN_TURNS:
+            files.setdefault(test.partition("::")[0], []).append(item)
+    for file, cases in files.items():
+        first = draw_of(commit, file) % TURNS
         for place, item in enumerate(cases):
             if place % TURNS != first % len(cases):
                 item.add_marker(pytest.mark.skip(reason=OF_ANOTHER_TURN))
