@@ -14,6 +14,7 @@ from padless.nn import GroupedLinear, graphs, weight_codes
 from padless.nn.linear import QuantizedModule
 from padless.nn.linear_function import grouped_linear
 from padless.nn.weight_codes import WeightCodes
+from padless.runtime.streams import Kept
 from padless.verify.fuzz.place import place_of
 from padless.verify.fuzz.problem import Draw, Problem
 from padless.verify.fuzz.products import k_multiple
@@ -108,24 +109,25 @@ def codes_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QuantizedModule, "_operands", wrong)
 
 
+def kept_by(codes: WeightCodes, facts: Any, weight: Any, recipe: Any) -> Any:
+    """Operands that are a weight's for as long as these facts are what they were."""
+    if facts is None or codes._made is None or codes._made.facts != facts:
+        codes._made = weight_codes._Made(weight, facts, weight_codes.weight_operands(weight, recipe), Kept(()))
+    return codes._made.operands
+
+
 def codes_by_what_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is looked at: version, optimizers' steps, address, type, shape, strides. Not the parameter itself."""
 
     def wrong(self: Any, name: str, parameter: Any, weight: Any, backward: bool) -> Any:
-        codes = self._codes[name]
-        facts = weight_codes.facts_of(weight, self.recipe)
-        if facts is None or facts != codes._facts:
-            codes._operands, codes._facts = weight_codes.weight_operands(weight, self.recipe), facts
-        return codes._operands
+        return kept_by(self._codes[name], weight_codes.facts_of(weight, self.recipe), weight, self.recipe)
 
     monkeypatch.setattr(QuantizedModule, "_operands", wrong)
 
 
 def kept_codes_never_refreshed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any, parameter: Any, weight: Any, recipe: Any) -> Any:
-        if self._operands is None or self._facts != (recipe,):
-            self._operands, self._facts = weight_codes.weight_operands(weight, recipe), (recipe,)
-        return self._operands
+        return kept_by(self, (recipe,), weight, recipe)
 
     monkeypatch.setattr(WeightCodes, "of", wrong)
 
@@ -136,10 +138,7 @@ def copies_that_share_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def of(self: Any, parameter: Any, weight: Any, recipe: Any) -> Any:
         now = facts(weight, recipe)
-        now = now and (*now[:2], *now[3:])
-        if now is None or now != self._facts:
-            self._operands, self._facts = weight_codes.weight_operands(weight, recipe), now
-        return self._operands
+        return kept_by(self, now and (*now[:2], *now[3:]), weight, recipe)
 
     monkeypatch.setattr(WeightCodes, "of", of)
     monkeypatch.setattr(WeightCodes, "__deepcopy__", lambda self, memo: self)

@@ -58,12 +58,16 @@ def check_inverse(inverse: object, tokens: int | None, rows: int | None) -> None
         raise ValueError(f"inverse must be (T, k) with k from 1 to {MAX_TOP_K}, got {describe(inverse)}")
     if rows is not None and inverse.numel() > rows:
         raise ValueError(f"inverse has {inverse.numel()} entries and there are {rows} rows; there must be as many rows")
-    if rows is not None and is_readable(inverse) and inverse.numel() > 0 and (largest := int(inverse.max())) >= rows:
+
+
+def check_rows_of(inverse: torch.Tensor, rows: int) -> None:
+    """Raises ValueError for slots of rows that there are not; on a GPU they are not read."""
+    if is_readable(inverse) and inverse.numel() > 0 and (largest := int(inverse.max())) >= rows:
         raise ValueError(f"inverse has row {largest} and there are {rows} rows; it must be that of their route")
 
 
 def check_each_row(inverse: torch.Tensor) -> None:
-    """Raises ValueError unless the slots' rows are all rows, each once; on a GPU they are not looked at."""
+    """Raises ValueError unless the slots' rows are all rows, each once; on a GPU they are not read."""
     if is_readable(inverse):
         flat = inverse.flatten()
         rows = torch.where(flat < 0, -1 - flat, flat).sort().values

@@ -8,7 +8,7 @@ from padless.arguments import check_readable, check_tensor_type, is_one_of, refu
 from padless.formats import FORMATS, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.moe import ops
 from padless.moe.activation import Activation
-from padless.moe.checks import check_device, check_each_row, check_inverse, check_matrix, on_device_of
+from padless.moe.checks import check_device, check_inverse, check_matrix, on_device_of
 from padless.moe.combining import combine
 from padless.moe.routing import Routing, check_ids, route
 from padless.ops.checks import describe
@@ -40,7 +40,6 @@ def gather_quantize(
     """
     check_inverse(inverse, None, None)
     check_matrix("x", x, inverse.shape[0], None, inverse.device)
-    check_each_row(inverse)
     rule = _check_gathered(x, format, scale_rule, scale_layout, global_scale)
     refuse_kinds(tokens=tokens)
     wanted = (inverse.numel(),), torch.int32, inverse.device

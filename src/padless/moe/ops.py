@@ -16,7 +16,7 @@ from padless import layouts
 from padless.formats import FORMAT_BY_NAME, FP8_BLOCK, BlockScaledFormat, BlockScaledTensor, blocked_size, ceil_div
 from padless.moe import twins
 from padless.moe.activation import Activation
-from padless.moe.checks import on_device_of, runs_triton
+from padless.moe.checks import check_each_row, check_rows_of, on_device_of, runs_triton
 from padless.row_groups import is_dispatched
 from padless.runtime.choices import ActivationKind, GateUp
 from padless.runtime.operators import register_operator
@@ -162,6 +162,7 @@ def _gather_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     fmt = FORMAT_BY_NAME[format]
     if not runs_triton(x):
+        check_each_row(inverse)
         rows = x[twins.tokens_of(inverse)]
         return _quantized_by_twin(rows, fmt, scale_rule, scale_layout, global_scale, None)
     inverse = inverse.contiguous()
@@ -308,6 +309,7 @@ def _combine(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     if not runs_triton(y):
+        check_rows_of(inverse, y.shape[0])
         return twins.combine(y, inverse, weights, shared, out_dtype)
     out = torch.empty((inverse.shape[0], y.shape[1]), dtype=out_dtype, device=y.device)
     if out.numel() > 0:
@@ -334,6 +336,7 @@ def _combine_backward(
     dout: torch.Tensor, y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not runs_triton(y) or y.numel() == 0:
+        check_each_row(inverse)
         return twins.combine_backward(dout, y, inverse, weights)
     from padless.moe.triton import combine
 
