@@ -12,6 +12,7 @@ from padless.row_groups import is_readable
 from padless.runtime.devices import on_device_of as on_device_of
 
 MAX_TOP_K = 16
+SORT_TILE = 128  # slots that are ranked at once, by comparing all pairs; a row of the table of counts
 MAX_EXPERTS = MAX_GROUPS
 
 
@@ -76,6 +77,11 @@ def check_each_row(inverse: torch.Tensor) -> None:
                 f"inverse must have each of {rows.numel()} rows once (see padless.moe.route), got rows from {rows[0]} "
                 f"to {rows[-1]}"
             )
+
+
+def sort_bins(num_experts: int) -> int:
+    """Columns of the table of counts by which a GPU sorts slots: experts, dropped ids, and lanes past the end."""
+    return max(1 << (num_experts + 1).bit_length(), 128)
 
 
 def runs_triton(t: torch.Tensor) -> bool:

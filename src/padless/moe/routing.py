@@ -8,7 +8,7 @@ import torch
 
 from padless.arguments import check_integer, refuse_kinds
 from padless.moe import ops
-from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
+from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K, SORT_TILE, sort_bins
 from padless.ops.checks import describe
 
 
@@ -64,6 +64,5 @@ def check_ids(top_k_index: object, num_experts: int) -> None:
 
 
 def most_slots(num_experts: int) -> int:
-    """Slots that can be sorted: the table of counts, a row for each 128 slots and one for all, has 32-bit offsets."""
-    bins = max(1 << (num_experts + 1).bit_length(), 128)
-    return 128 * (2**31 // bins - 1)
+    """Slots that can be sorted: the table of counts, a row for each tile and one for all, has 32-bit offsets."""
+    return SORT_TILE * (2**31 // sort_bins(num_experts) - 1)

@@ -66,11 +66,16 @@ def check_operands(operation: str, a: Activation, b: BlockScaledTensor, offs: to
     _check_global_scales("b", b, num_groups)
     check_rows(_name_of_data(a), data_of(a))
     check_rows("b.data", b.data)
-    if m >= MOST_ROWS or n >= MOST_ROWS or k >= MOST_ROWS:
-        raise ValueError(f"M is {m}, N is {n} and K is {k}; each must be below 2^30")
+    check_counts(m, n, k)
     if isinstance(a, BlockScaledTensor) and a.scale.numel() >= 2**31 - 2**20:
         blocks = f"ceil(K / {a.format.block_k})"
         raise ValueError(f"M is {m} and K is {k}; M * {blocks} must be below 2^31")
+
+
+def check_counts(m: int, n: int, k: int) -> None:
+    """Raises ValueError for sizes of a product that kernels do not count in 32 bits."""
+    if m >= MOST_ROWS or n >= MOST_ROWS or k >= MOST_ROWS:
+        raise ValueError(f"M is {m}, N is {n} and K is {k}; each must be below 2^30")
 
 
 def about_k(a: tuple[int, ...], b: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from padless.arguments import MOST_ROWS, check_flag, refuse_gradients, refuse_kinds
+from padless.arguments import check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.launch import tile_of
 from padless.kernels.remembered import facts_of, known, launch_remembered
@@ -16,6 +16,7 @@ from padless.ops import traced
 from padless.ops.checks import (
     about_k,
     check_alignment,
+    check_counts,
     check_ends,
     check_offs_values,
     check_output_of_kernel,
@@ -113,8 +114,7 @@ def _check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(f"b is on {b.device} and a on {a.device}; they must be on one device")
     if num_groups > MAX_GROUPS:
         raise ValueError(f"b has {num_groups} groups; at most {MAX_GROUPS} are supported")
-    if m >= MOST_ROWS or n >= MOST_ROWS or k >= MOST_ROWS:
-        raise ValueError(f"M is {m}, N is {n} and K is {k}; each must be below 2^30")
+    check_counts(m, n, k)
     check_rows("a", a)
     if b.numel() > 0 and not any(
         b.stride(inner) == 1 and (b.shape[outer] == 1 or b.stride(outer) >= b.shape[inner])

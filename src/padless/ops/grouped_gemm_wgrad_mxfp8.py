@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from padless.arguments import check_flag, check_readable
+from padless.arguments import MOST_ROWS, check_flag, check_readable
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.sm100_mxfp8_wgrad import host
 from padless.kernels.sm100_mxfp8_wgrad.config import Mxfp8WgradConfig, select_config
@@ -83,7 +83,7 @@ def _check_operand(name: str, operand: Operand, dy: Operand, num_groups: int) ->
     m, features = codes.shape
     if features == 0 or features % _MULTIPLE:
         raise ValueError(f"{name} has {features} features; they must be a positive multiple of {_MULTIPLE}")
-    if m != dy[0].shape[0] or codes.device != dy[0].device or m >= 2**30:
+    if m != dy[0].shape[0] or codes.device != dy[0].device or m >= MOST_ROWS:
         raise ValueError(
             f"{name}'s codes are {describe(codes)} and dy's {describe(dy[0])}; they must have the same rows, fewer than "
             "2^30, on one device"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_flag, refuse_gradients, refuse_kinds
+from padless.arguments import MOST_ROWS, check_flag, refuse_gradients, refuse_kinds
 from padless.kernels.config import MAX_GROUPS
 from padless.kernels.remembered import facts_of, known, launch_remembered
 from padless.kernels.sm90_bf16_wgrad import host
@@ -83,7 +83,7 @@ def _check_operands(dy: torch.Tensor, x: torch.Tensor, offs: torch.Tensor | None
         check_rows(name, rows)
     if x.shape[0] != dy.shape[0] or x.device != dy.device:
         raise ValueError(f"x is {describe(x)} and dy {describe(dy)}; they must have the same rows on one device")
-    if dy.shape[0] >= 2**30:
+    if dy.shape[0] >= MOST_ROWS:
         raise ValueError(f"dy has {dy.shape[0]} rows; they must be fewer than 2^30")
     check_ends(offs, None, "dy", dy.device)
     assert offs is not None

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from padless.formats import ceil_div
+from padless.moe.checks import SORT_TILE as TILE
+from padless.moe.checks import sort_bins
 from padless.quantization.triton.launches import begin, launch, programmatic
 
 FEW_SLOTS = 4096  # up to here one launch
-TILE = 128  # slots that are ranked at once, by comparing all pairs
 SCANNED = 1024  # tiles whose counts are added up at once
 _SCANNED_BINS, _SCAN_WARPS = 4, 8  # of a program
 _PLACED_SLOTS = 512
@@ -62,7 +63,7 @@ def route(ids: torch.Tensor, num_experts: int) -> Sorted:
             num_warps=4 if block <= 1024 else 8,
         )
         return Sorted(offs, tokens, inverse)
-    bins = max(triton.next_power_of_2(num_experts + 2), 128)  # experts, dropped ids, and lanes past the end
+    bins = sort_bins(num_experts)
     tiles = ceil_div(slots, TILE)
     counts = torch.empty((tiles + 1, bins), dtype=torch.int32, device=device)  # the last row: of all tiles
     launch(_rank, tiles)(ids, counts, inverse, slots, num_experts, BINS=bins, TILE=TILE, **how, num_warps=4)
