@@ -49,12 +49,12 @@ def test_contenders_agree() -> None:
 
 def test_grid() -> None:
     assert {p.ranks for p in points(4, full=True)} == {4}
-    assert len(points(2, full=True)) == 15
+    assert len(points(2, full=True)) == 18
     assert all(p.experts % p.ranks == 0 for p in points(8, full=True))
 
 
 def test_prediction_is_by_the_rates_of_the_machine() -> None:
-    point = points(4, full=True)[3]
+    point = points(4, full=True)[4]
     usual = ep.predicted(point, planning.Machine())
     assert list(usual) == ["dispatch", "combine", "layer", "step"]
     slower = ep.predicted(point, planning.Machine(memory=2100.0, products=730.0))

@@ -71,10 +71,10 @@ def test_two_and_four_gpus_as_measured(name: str, ranks: int, count: int) -> Non
 
 def test_products_and_steps_of_one_gpu_as_measured() -> None:
     """Where a rank has many rows. Of few, popularity decides how many experts are read, which the records skew."""
-    layers = [r for r in records("2026-11-28-h200-layer.jsonl") if r["point"]["tokens"] >= 8192]
+    layers = [r for r in records("2026-11-29-h200-layer.jsonl") if r["point"]["tokens"] >= 8192]
     layers = [r for r in layers if r["point"]["model"].startswith(("Qwen3", "DeepSeek"))]
-    steps = records("2026-11-28-h200-train.jsonl")
-    assert (len(layers), len(steps)) == (5, 2)
+    steps = records("2026-11-29-h200-train.jsonl")
+    assert (len(layers), len(steps)) == (5, 4)
     for record in layers:
         found = predict_layer(exchange_of(record["point"], 1), record["point"]["intermediate"])
         assert found.products == pytest.approx(record["gpu"]["products"]["us"], rel=0.1)

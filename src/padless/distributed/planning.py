@@ -20,7 +20,7 @@ from padless.distributed.symm import FEW_SLOTS
 SAMPLES = 20_000
 WEIGHTS_RATE = 1.03  # of a copy's, at which the products of few rows read weights
 OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
-PRODUCTS_US = 22.0  # of both launches
+PRODUCTS_US = 17.0  # of both launches, the second of which begins ahead
 TOGETHER = 1.5  # exponent by which the times of multiplications and of weights' bytes add up
 STEP_PRODUCTS = 3.0  # products of a training step in those of a forward pass: forward, rows' gradients, weights'
 STEP_WEIGHT_BYTES = 5.4  # a weight's bytes in a step: read in bfloat16, codes of both layouts, its gradient
@@ -158,7 +158,7 @@ class LayerPrediction:
 def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None) -> LayerPrediction:
     """A layer of gated experts of `intermediate` columns in FP8_BLOCK between a dispatch and a combine.
 
-    Rates are of docs/measured: products 2026-11-28-h200-layer.jsonl, step 2026-11-28-h200-train.jsonl, each on one GPU.
+    Rates are of docs/measured: products 2026-11-29-h200-layer.jsonl, step 2026-11-29-h200-train.jsonl, each on one GPU.
     """
     m = machine or Machine()
     served, trained = predict(e, m), predict(replace(e, quantized=False), m)

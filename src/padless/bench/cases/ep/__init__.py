@@ -70,7 +70,7 @@ def require_gpus() -> None:
 
 
 def grid(name: str, seed: int) -> list[EpPoint]:
-    """Fifteen points ("full") or three, for all GPUs there are."""
+    """Eighteen points ("full") or three, for all GPUs there are."""
     return points_of(torch.cuda.device_count(), full=name == "full")
 
 

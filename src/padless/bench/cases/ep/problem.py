@@ -36,7 +36,7 @@ MODELS = (("DeepSeek-V3", 7168, 2048, 256, 8), ("Qwen3-30B", 2048, 768, 128, 8),
 
 def points(ranks: int, *, full: bool) -> list[EpPoint]:
     """Experts of DeepSeek-V3 over all ranks; with `full` more sizes, and other models."""
-    sizes, models = ((16, 128, 1024, 4096, 8192), MODELS) if full else ((16, 128, 4096), MODELS[:1])
+    sizes, models = ((1, 16, 128, 1024, 4096, 8192), MODELS) if full else ((16, 128, 4096), MODELS[:1])
     return [EpPoint(name, ranks, t, h, i, e, k) for name, h, i, e, k in models for t in sizes]
 
 
