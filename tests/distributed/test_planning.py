@@ -56,7 +56,7 @@ def exchange_of(point: dict[str, Any], ranks: int) -> Exchange:
     return Exchange(ranks, *(point[name] for name in ("tokens", "hidden", "experts", "top_k")))
 
 
-@pytest.mark.parametrize(("name", "ranks", "count"), [("2026-11-22-h200-ep", 2, 3), ("2026-11-28-h200-ep", 4, 15)])
+@pytest.mark.parametrize(("name", "ranks", "count"), [("2026-11-22-h200-ep", 2, 3), ("2026-11-29-h200-ep", 4, 18)])
 def test_two_and_four_gpus_as_measured(name: str, ranks: int, count: int) -> None:
     found = records(f"{name}.jsonl")
     assert len(found) == count

@@ -41,6 +41,9 @@ from support.public_calls import (
     weight,
 )
 
+# Dynamo says so to a user once a process for every function that it has to look through.
+pytestmark = pytest.mark.filterwarnings("error:.*lru_cache")
+
 GROUPED_GEMM = padless.grouped_gemm
 OTHER_OFFS = torch.tensor([1, 4, 6], dtype=torch.int32)
 # Products, which are operators in a program: padless's, since what a tensor holds decides what they do.

@@ -18,9 +18,10 @@ import torch
 from padless.distributed.symm import FEW_SLOTS
 
 SAMPLES = 20_000
-WEIGHTS_RATE = 1.03  # of a copy's, at which the products of few rows read weights
+WEIGHTS_RATE = 1.06  # of a copy's, at which the products of few rows read weights
+EXPERT_US = 0.5  # of an expert that is read, whose last tiles leave SMs without work
 OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
-PRODUCTS_US = 17.0  # of both launches, the second of which begins ahead
+PRODUCTS_US = 2.0  # of both launches, behind those of a dispatch
 TOGETHER = 1.5  # exponent by which the times of multiplications and of weights' bytes add up
 STEP_PRODUCTS = 3.0  # products of a training step in those of a forward pass: forward, rows' gradients, weights'
 STEP_WEIGHT_BYTES = 5.4  # a weight's bytes in a step: read in bfloat16, codes of both layouts, its gradient
@@ -50,7 +51,7 @@ class Machine:
     products: float = 1460.0
     ranks_per_host: int = 8
     fixed_dispatch: float = 19.0
-    fixed_sort: float = 4.0
+    fixed_sort: float = 6.0
     fixed_combine: float = 18.5
     fixed_rank: float = 1.9
     unhidden_sum: float = 0.05
@@ -97,6 +98,15 @@ def draw_ids(e: Exchange, samples: int, seed: int = 0) -> torch.Tensor:
     popularity = popularity[torch.randperm(e.experts, generator=generator)]
     exponential = torch.empty((samples, e.experts), dtype=torch.float64).exponential_(generator=generator)
     return (exponential / popularity).topk(e.top_k, dim=1, largest=False).indices
+
+
+def most_experts(e: Exchange, seed: int = 0) -> float:
+    """Experts with a token at the rank that has the most of them, on average over draws of all ranks' tokens."""
+    tokens = min(e.ranks * e.tokens, SAMPLES)
+    draws = SAMPLES // tokens
+    ids = draw_ids(e, draws * tokens, seed).view(draws, -1)
+    met = torch.zeros((draws, e.experts), dtype=torch.bool).scatter_(1, ids, True)
+    return float(met.view(draws, e.ranks, -1).sum(dim=2).amax(dim=1).double().mean())
 
 
 def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Prediction:
@@ -163,9 +173,8 @@ def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None
     m = machine or Machine()
     served, trained = predict(e, m), predict(replace(e, quantized=False), m)
     local, rows, weights = e.experts // e.ranks, served.rows, 3 * e.hidden * intermediate
-    missed = (1 - e.top_k / e.experts) ** (e.ranks * e.tokens)  # an expert, by all ranks' tokens
     multiplied = rows * (2 * weights / m.products * 1e-6 + (2 * intermediate + e.hidden) * OUTPUT_US)
-    read = local * (1 - missed) * weights / (WEIGHTS_RATE * m.memory) * 1e-3
+    read = most_experts(e) * (weights / (WEIGHTS_RATE * m.memory) * 1e-3 + EXPERT_US)
     products = PRODUCTS_US + (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)
     passes = local * weights * STEP_WEIGHT_BYTES + rows * (e.hidden + 3 * intermediate) * STEP_ROW_BYTES
     step = STEP_US + STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
@@ -17,6 +16,11 @@ from padless.row_groups import clamped_ends, is_readable, is_traced, row_groups_
 
 Activation = BlockScaledTensor | torch.Tensor
 
+# Of each operation, (format of a, format of b) of its products; a dictionary keeps the order that errors name them in.
+_PAIRS = {
+    operation: dict.fromkeys((route.a, route.b) for route in ROUTES if route.operation == operation)
+    for operation in dict.fromkeys(route.operation for route in ROUTES)
+}
 # K in values has to be a multiple of: rows of 16 bytes for TMA, and whole blocks of the MX formats.
 _K_MULTIPLE = {"FP8_BLOCK": 16, "MXFP8": 32, "MXFP8_E5M2": 32, "MXFP4": 32, "NVFP4": 32, "MXFP4_REPACKED": 32, BF16: 8}
 
@@ -189,14 +193,9 @@ def _check_kinds(operation: str, a: Activation, b: BlockScaledTensor) -> None:
     check_pair(operation, a=format_name(a), b=b.format.name)
 
 
-@lru_cache
-def _pairs(operation: str) -> dict[tuple[str, str], None]:
-    return dict.fromkeys((route.a, route.b) for route in ROUTES if route.operation == operation)
-
-
 def check_pair(operation: str, **formats: str) -> None:
     """Raises ValueError unless there is a product of these two formats, given by the names of their arguments."""
-    (a, b), pairs = formats.items(), _pairs(operation)
+    (a, b), pairs = formats.items(), _PAIRS[operation]
     if (a[1], b[1]) not in pairs:
         supported = ", ".join(f"{x} x {y}" for x, y in pairs)
         raise ValueError(f"{a[0]} has format {a[1]} and {b[0]} has format {b[1]}; supported: {supported}")
