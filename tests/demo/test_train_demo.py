@@ -133,15 +133,19 @@ def test_ranks_that_do_not_divide_are_refused(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_command_trains_over_ranks_and_judges(monkeypatch: pytest.MonkeyPatch):
-    """Both kinds pass; where ranks do not agree, the program ends with 1."""
+def test_command_trains_over_ranks_and_judges(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Both kinds pass, with their losses in a record; where ranks do not agree, the program ends with 1."""
     monkeypatch.setattr(over_ranks, "SMALL", TINY)
     text = io.StringIO()
-    over_ranks.run_over_ranks(2, ["fp8"], 12, Console(file=text, width=400))
-    assert [line[:4] for line in text.getvalue().splitlines()[1:]] == ["pass", "pass"], text.getvalue()
+    over_ranks.run_over_ranks(2, ["fp8"], 12, Console(file=text, width=400), tmp_path)
+    assert [line[:4] for line in text.getvalue().splitlines()[1:]] == ["pass", "pass", "Loss"], text.getvalue()
+    record = json.loads((tmp_path / "train-demo-ranks.json").read_text())
+    assert (record["ranks"], [run["passed"] for run in record["runs"]]) == (2, [True, True])
+    assert [[len(losses) for losses in run["losses"]] for run in record["runs"]] == [[12, 12]] * 2
     monkeypatch.setattr(over_ranks, "STEP_BOUND", -1.0)
     with pytest.raises(SystemExit):
-        over_ranks.run_over_ranks(2, ["fp8"], 2, Console(file=io.StringIO()))
+        over_ranks.run_over_ranks(2, ["fp8"], 2, Console(file=io.StringIO()), tmp_path)
+    assert not json.loads((tmp_path / "train-demo-ranks.json").read_text())["runs"][0]["passed"]
 
 
 # --- loss parity -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from padless.testing import exchange
 from support.interpreter import interpreted
 
 pytest.importorskip("triton")
+from padless.quantization.triton import launches as launches_of_triton
 from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_virtual
 
 QUICK = ("three_ranks", "one_rank_ahead", "waits", "sums_of_slots")
@@ -92,14 +93,15 @@ ATOMICS = {
     "fan_in": {WAIT, LAST, SIGNAL},
     "finish": {WAIT, LAST, SIGNAL},
 }
+OF_FEW_SLOTS = ATOMICS | {"fan_in": {LAST, SIGNAL}, "finish": {WAIT, SIGNAL}}
 
 
-def check_signals(kernels: dict[str, ep_emulated.EmulatedExchange]) -> None:
+def check_signals(kernels: dict[str, ep_emulated.EmulatedExchange], atomics: dict[str, set[str]] = ATOMICS) -> None:
     """Scope, order and operation of every atomic. The emulator takes the system's scope for the device's."""
     for name, kernel in kernels.items():
         for compiled in kernel._compiled.values():
             words = re.findall(r"\b(?:atom|red)\.(?:global\.)?(\w+\.\w+\.\w+)", compiled.asm["ptx"])
-            assert set(words) == ATOMICS[name], name
+            assert set(words) == atomics[name], name
 
 
 def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +113,7 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         ranks = ep_virtual.make(p, few_slots=few_slots)
         with monkeypatch.context() as patch:
+            patch.setattr(launches_of_triton, "is_programmatic", lambda device: True)
             kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
             ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
             ep_symm_cases.check_combine(p, ranks, few_slots, weighted=True)
@@ -118,7 +121,11 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
             ep_symm_cases.check_no_error(ranks)
         launches |= {"publish": 4, "fan_in": 2, "finish": 2}
         assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
-        check_signals(kernels)
+        check_signals(kernels, OF_FEW_SLOTS if few_slots else ATOMICS)
+        for name in ("publish", "receive_few", "fan_in", "finish"):  # with few slots they begin ahead, and wait first
+            assert all(
+                ("griddepcontrol.wait" in c.asm["ptx"]) == bool(few_slots) for c in kernels[name]._compiled.values()
+            )
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
 

@@ -70,6 +70,11 @@ BUGS = {
     "one half for all epochs, few": Bug(
         "one_rank_ahead", (("publish", HALF, ONE_HALF), ("receive_few", HALF, ONE_HALF))
     ),
+    "one half for all sums": Bug("one_rank_ahead", (("send_back", "(epoch % HALVES)", "(epoch % 1)"),)),
+    "one half for all values by slot": Bug(
+        "one_rank_ahead", (("send_back", "slots_region + first * TOP_K", "slots_region + 0 * first"),)
+    ),
+    "the first rank alone is told": Bug("two_ranks", (("cells", "values, mask=peer < R,", "values, mask=peer < 1,"),)),
     "equal experts in any order": Bug(
         "two_ranks", (("receive_few", "(slot[None, :] < mine[:, None])", "(slot[None, :] > mine[:, None])"),)
     ),

@@ -51,9 +51,14 @@ def check_dispatch(p: Problem, ranks: Ranks, fmt: Any, rows: list, scale: Any = 
 def check_combine(p: Problem, ranks: Ranks, seed: int, *, weighted: bool) -> None:
     """Sums, and values brought back by slot."""
     outputs = expert_outputs(p, ranks, seed)
-    sizes = [len(exchange.slots_of(p, r)) for r in range(p.num_ranks)]
     dprob = [torch.randn(plan.prob.shape[0]) for plan in ranks.plans]
     found = ranks.combine(outputs, weighted=weighted, dprob=dprob)
+    judge_sums(p, ranks, outputs, dprob, found, weighted=weighted)
+
+
+def judge_sums(p: Problem, ranks: Ranks, outputs: list, dprob: list, found: list, *, weighted: bool) -> None:
+    """Sums of a combine of these rows, and the values brought back by slot."""
+    sizes = [len(exchange.slots_of(p, r)) for r in range(p.num_ranks)]
     used = [o[:n] for o, n in zip(outputs, sizes, strict=True)]
     want = exchange.combined(p, used, ranks.settings[0].partial, weighted=weighted)
     for r, ((got, slots), expected) in enumerate(zip(found, want, strict=True)):
@@ -132,12 +137,12 @@ def three_ranks(device: str) -> None:
     check_no_error(ranks)
 
 
-@case
-def sums_of_slots(device: str) -> None:
+@both_ways
+def sums_of_slots(device: str, few_slots: int) -> None:
     """Rows of slots summed at home: three calls that use the places again, types of sums, ranks without tokens."""
     for fmt, sizes, expert_map in ((padless.FP8_BLOCK, [5, 3], None), (torch.float32, [4, 0, 3], [2, 0, 1, 2, 2])):
         p = draw(sizes, 4 if expert_map is None else 5, 160, 3, 1, expert_map=expert_map)
-        ranks = make(p, fmt=fmt, device=device, few_slots=0, sums="slots")
+        ranks = make(p, fmt=fmt, device=device, few_slots=few_slots, sums="slots")
         for call, out_dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
             p = draw([max(n - call, 0) for n in sizes], len(p.expert_map), 160, 3, call, expert_map=p.expert_map)
             check_dispatch(p, ranks, fmt, ranks.dispatch(p))
@@ -242,7 +247,9 @@ def formats(device: str) -> None:
 
 @both_ways
 def one_rank_ahead(device: str, few_slots: int) -> None:
-    """A rank that has received publishes again, with other ids, before the other receives."""
+    """A rank that has received publishes again, with other ids, before the other receives; one that has its sums sends
+    others back, with few slots, before the other has its own.
+    """
     first, second = draw([4, 4], 4, 64, 2, 5), draw([3, 4], 4, 64, 2, 6)
     ranks = make(first, device=device, few_slots=few_slots)
     a, b = ranks.backends
@@ -259,6 +266,26 @@ def one_rank_ahead(device: str, few_slots: int) -> None:
     for p, found in ((first, one), (second, two)):
         ranks.plans = [plan for _, plan in found]
         check_dispatch(p, ranks, padless.FP8_BLOCK, [rows for rows, _ in found])
+    if few_slots:
+        given = [
+            (expert_outputs(second, ranks, s), [torch.randn(len(plan.prob)) for plan in ranks.plans]) for s in (1, 2)
+        ]
+
+        def send(r: int, call: int) -> None:
+            rows, dprob = (parts[r].to(device) for parts in given[call])
+            ranks.backends[r].send_back(rows, ranks.plans[r], None, dprob)
+
+        def finish(r: int) -> Any:
+            return ranks.backends[r].finish(ranks.plans[r], with_slots=True)
+
+        send(0, 0)
+        send(1, 0)
+        sums = [finish(0)]
+        send(0, 1)
+        sums.append(finish(1))
+        send(1, 1)
+        for (outputs, dprob), found in zip(given, (sums, [finish(0), finish(1)]), strict=True):
+            judge_sums(second, ranks, outputs, dprob, found, weighted=False)
     check_no_error(ranks)
 
 
@@ -314,6 +341,11 @@ def waits(device: str, few_slots: int) -> None:
         ranks.backends[r].finish(ranks.plans[r], with_slots=False)
     ranks.backends[0].send_back(outputs[0], ranks.plans[0], None, None)  # rank 2 has not read the first sums
     synchronize(device)
+    if few_slots:  # it need not have: there are two halves, and who stores a third has waited for it
+        assert int(ranks.states[0].status[0]) == 0
+        ranks.backends[1].send_back(outputs[1], ranks.plans[1], None, None)
+        out, _ = ranks.backends[0].finish(ranks.plans[0], with_slots=False)
+        assert out.isnan().all(), "sums without a rank's are not NaN"
     late(ranks, 2)
     assert int(ranks.states[0].status[0]) == 3
 

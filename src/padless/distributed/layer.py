@@ -19,9 +19,10 @@ from padless.distributed.functions import gradients_of_dispatch, gradients_of_ro
 from padless.distributed.plan import ExpertPlan
 from padless.formats import FP8_BLOCK, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.gradients import once_differentiable
+from padless.kernels import ahead
 from padless.moe import backward
 from padless.moe.activation import Activation
-from padless.moe.layer import Projection, moe
+from padless.moe.layer import Projection, moe, reads_ahead
 from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.lifting import lowered_by_lift, quantize_lifted
 from padless.quantization.quantize import quantize
@@ -64,10 +65,18 @@ class QuantizedExperts:
         by_group = offs if scale is not None and scale.numel() > 1 else None
         return quantize(rows, self.format, global_scale=scale, offs=by_group)
 
+    def ready(self, slots: int) -> ahead.Ready | None:
+        """The operands of the second projection that are there before the first, with so many slots of all ranks."""
+        parts = self.first, self.second, self.activation, self.format
+        return ahead.Ready() if reads_ahead(*parts, slots) else None
+
+    def activated(self, rows: Rows, offs: torch.Tensor) -> Rows:
+        """The first projection's activated rows."""
+        return self.first.activated(rows, offs, self.activation, self.format, self.global_scales[1])
+
     def product(self, rows: Rows, offs: torch.Tensor) -> torch.Tensor:
         """The experts' results for their rows: (C, H) bfloat16."""
-        hidden = self.first.activated(rows, offs, self.activation, self.format, self.global_scales[1])
-        return self.second.product(hidden, offs)
+        return self.second.product(self.activated(rows, offs), offs)
 
 
 def expert_parallel_moe(
@@ -150,8 +159,10 @@ def moe_over_ranks(
         return _MoeOverRanks.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad():
         rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
-        y = experts.product(experts.quantized(rows, plan.offs), plan.offs)
-        return summed(ep, y.to(ep.settings.partial), plan, shared, out_dtype)
+        hidden = experts.activated(experts.quantized(rows, plan.offs), plan.offs)
+        with ahead.ready(experts.ready(ep.settings.num_slots)):
+            y = experts.second.product(hidden, plan.offs)
+            return summed(ep, y.to(ep.settings.partial), plan, shared, out_dtype)
 
 
 def check(

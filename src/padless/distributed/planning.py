@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.distributed.symm import FEW_SLOTS
+from padless.distributed.symm_state import FEW_SLOTS
 
 SAMPLES = 20_000
 WEIGHTS_RATE = 1.06  # of a copy's, at which the products of few rows read weights

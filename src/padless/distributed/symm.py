@@ -9,7 +9,7 @@ another rank, so on one device virtual ranks can run step by step, each step for
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan, Sorted, sort_slots
 from padless.distributed.row_format import RowFormat, Rows, as_bytes
 from padless.distributed.settings import Settings
-from padless.distributed.symm_state import LATE, OVERFLOW, WRONG_ID, State
+from padless.distributed.symm_state import FEW_SLOTS, LATE, OVERFLOW, WRONG_ID, State
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
+from padless.kernels import ahead
 from padless.layouts import empty_mn_major
 
 PROGRAMS_PER_SM = 8
@@ -31,7 +32,6 @@ COLUMNS = 1024  # of a row that a program sums together
 ITEMS_OF_TWO_WARPS = 32  # of them that a program has at least where two warps sum faster than four
 VIRTUAL_PROGRAMS = 3
 VIRTUAL_POLLS = 3
-FEW_SLOTS = 1024  # of all ranks: up to here a dispatch is two launches
 
 
 class SymmBackend:
@@ -47,8 +47,9 @@ class SymmBackend:
         polls: int = VIRTUAL_POLLS,
         few_slots: int = FEW_SLOTS,
     ) -> None:
-        """polls: how often to look for a rank where there is no clock."""
+        """polls: how often to look for a rank where there is no clock. few_slots: up to `FEW_SLOTS`."""
         self.few_slots = few_slots
+        self._is_few = settings.num_slots <= few_slots
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"
@@ -75,7 +76,7 @@ class SymmBackend:
         assert tokens is not None
         assert ids is not None
         assert weights is not None
-        if self._settings.num_slots <= self.few_slots or self._side is None:
+        if self._is_few or self._side is None:
             return self.receive(self.publish(tokens, ids, weights, global_scale), global_scale)
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
@@ -129,7 +130,7 @@ class SymmBackend:
         self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, global_scale: torch.Tensor | None
     ) -> torch.Tensor:
         """Quantizes and publishes tokens; the plan's copy of ids (T, k) int32."""
-        if self._settings.num_slots > self.few_slots:
+        if not self._is_few:
             kept_ids = self.publish_ids(ids, weights)
             self.publish_rows(tokens, global_scale)
             return kept_ids
@@ -143,12 +144,12 @@ class SymmBackend:
 
         s, state, layout = self._settings, self._state, self._state.layout
         kept_ids = self._empty(*ids.shape, dtype=torch.int32)
-        with self._on_device():
-            publish.publish_ids[self._grid(s.num_ranks * ceil_div(max(ids.numel(), 1), IDS_AT_ONCE))](
-                state.pointers, state.counters, ids.contiguous(), weights.contiguous(), kept_ids,
-                s.rank, ids.shape[0], s.num_experts, s.max_tokens * s.top_k, layout.listed, layout.ids, layout.weights,
-                R=s.num_ranks, TOP_K=s.top_k, num_warps=4,
-            )  # fmt: skip
+        self._launch(
+            publish.publish_ids, self._grid(s.num_ranks * ceil_div(max(ids.numel(), 1), IDS_AT_ONCE)),
+            state.pointers, state.counters, ids.contiguous(), weights.contiguous(), kept_ids,
+            s.rank, ids.shape[0], s.num_experts, s.max_tokens * s.top_k, layout.listed, layout.ids, layout.weights,
+            R=s.num_ranks, TOP_K=s.top_k, num_warps=4,
+        )  # fmt: skip
         return kept_ids
 
     def publish_rows(self, tokens: torch.Tensor, global_scale: torch.Tensor | None) -> None:
@@ -165,7 +166,7 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of what all ranks have published."""
-        if self._settings.num_slots <= self.few_slots:
+        if self._is_few:
             return self._receive_few(kept_ids, global_scale)
         return self.fan_out(kept_ids, self.sort(), global_scale)
 
@@ -177,12 +178,12 @@ class SymmBackend:
         table = s.max_tokens * s.top_k
         locals_ = self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32)
         pieces = s.num_ranks * ceil_div(table, LOCALIZE_BLOCK)
-        with self._on_device():
-            receive.localize[self._grid(pieces)](
-                state.pointers, state.counters, state.status, self._placement.local_index, locals_,
-                s.rank, s.num_experts, table, layout.listed, layout.aborted, layout.ids, self._limit,
-                R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
-            )  # fmt: skip
+        self._launch(
+            receive.localize, self._grid(pieces),
+            state.pointers, state.counters, state.status, self._placement.local_index, locals_,
+            s.rank, s.num_experts, table, layout.listed, layout.aborted, layout.ids, self._limit,
+            R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
+        )  # fmt: skip
         return sort_slots(locals_, len(self._placement.local_experts))
 
     def fan_out(
@@ -201,17 +202,16 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         plan = self._empty_plan(kept_ids, self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32))
         rows = self._empty_rows(s.row_format, plan.prob.shape[0])
-        with self._on_device():
-            receive_few.receive_few[(s.num_ranks * s.max_tokens,)](
-                state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
-                plan.overflow, plan.prob, rows.data, rows.integers,
-                s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
-                layout.listed, layout.published, layout.aborted, layout.ids, layout.weights, layout.x,
-                layout.record_bytes, self._limit,
-                R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
-                SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
-                CLOCK=self._has_clock, num_warps=4,
-            )  # fmt: skip
+        self._launch(
+            receive_few.receive_few, s.num_ranks * s.max_tokens,
+            state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
+            plan.overflow, plan.prob, rows.data, rows.integers,
+            s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
+            layout.published, layout.aborted, layout.ids, layout.weights, layout.x, layout.record_bytes, self._limit,
+            R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
+            SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
+            CLOCK=self._has_clock, **self._how(), num_warps=4,
+        )  # fmt: skip
         return rows.tensor(s.row_format, global_scale), plan
 
     def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
@@ -233,16 +233,16 @@ class SymmBackend:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         items = s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS)
         warps = 2 if items > ITEMS_OF_TWO_WARPS * self._programs else 4
-        with self._on_device():
-            send_back.fan_in[self._grid(items)](
-                state.pointers, state.counters, state.status, plan.inverse, rows,
-                None if s.sums == "slots" else prob, dprob,
-                s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
-                layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
-                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-                BY_SLOT=s.sums == "slots", CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=warps,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        self._launch(
+            send_back.fan_in, self._grid(items),
+            state.pointers, state.counters, state.status, plan.inverse, rows,
+            None if s.sums == "slots" else prob, dprob,
+            s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
+            layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
+            R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
+            BY_SLOT=s.sums == "slots", HALVES=self._halves, CLOCK=self._has_clock, BLOCK=COLUMNS,
+            **self._how(early=ahead.current() is not None), num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
 
     def finish(
         self,
@@ -268,15 +268,15 @@ class SymmBackend:
         if shared is not None and shared.stride(1) != 1:
             shared = shared.contiguous()
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
-        with self._on_device():
-            send_back.finish[self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)](
-                state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, weights, shared,
-                out, slots, s.rank, tokens, s.max_tokens, s.num_experts, 0 if shared is None else shared.stride(0),
-                layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
-                R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-                OUT=DTYPES[dtype], BY_SLOT=by_slot, CLOCK=self._has_clock, BLOCK=COLUMNS, num_warps=4,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+        self._launch(
+            send_back.finish, self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH),
+            state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, weights, shared,
+            out, slots, s.rank, tokens, s.max_tokens, s.num_experts, 0 if shared is None else shared.stride(0),
+            layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
+            R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
+            OUT=DTYPES[dtype], BY_SLOT=by_slot, HALVES=self._halves, CLOCK=self._has_clock, BLOCK=COLUMNS,
+            **self._how(), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
         return out, slots
 
     # --- parts ---------------------------------------------------------------------------------------------
@@ -312,16 +312,16 @@ class SymmBackend:
 
         s, state, layout = self._settings, self._state, self._state.layout
         scale_bytes = 0 if scale is None else scale.shape[1]
-        with self._on_device():
-            publish[self._grid(max(x.shape[0], s.num_ranks), SHARE_OF_PUBLISH)](
-                state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
-                s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
-                layout.listed, layout.published, layout.ids, layout.weights, layout.scales, layout.x,
-                layout.record_bytes, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes, LIFT=row_format.lift,
-                PUSH_SCALES=quantizes and ids is None and row_format.placed_columns > 0,
-                CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
-                HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=4,
-            )  # fmt: skip
+        self._launch(
+            publish, self._grid(max(x.shape[0], s.num_ranks), SHARE_OF_PUBLISH),
+            state.pointers, state.counters, x, scale if scale_bytes else None, ids, weights, kept_ids,
+            s.rank, x.shape[0], x.stride(0), s.num_experts, s.max_tokens * s.top_k, s.max_tokens,
+            layout.published, layout.ids, layout.weights, layout.scales, layout.x, layout.record_bytes,
+            R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes, LIFT=row_format.lift,
+            PUSH_SCALES=quantizes and ids is None and row_format.placed_columns > 0,
+            CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
+            HARDWARE_CAST=casts.casts_in_hardware(self._device), **self._how(), num_warps=4,
+        )  # fmt: skip
 
     def _fan_out(
         self, row_format: RowFormat, plan: ExpertPlan, found: Sorted | None, global_scale: torch.Tensor | None
@@ -333,16 +333,16 @@ class SymmBackend:
         rows = self._empty_rows(row_format, plan.prob.shape[0])
         placed = row_format.placed_columns
         all_offs, tokens = (None, None) if found is None else (found.offs, found.tokens)
-        with self._on_device():
-            receive.fan_out[self._grid(s.num_ranks * s.max_tokens)](
-                state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs,
-                plan.overflow, plan.prob, rows.data, rows.integers, tokens if placed else None,
-                s.rank, s.max_tokens, plan.prob.shape[0], len(plan.offs), *rows.scale_strides,
-                layout.published, layout.aborted, layout.weights, layout.scales, layout.x, layout.record_bytes,
-                self._limit, R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes,
-                SCALES=0 if placed else row_format.scale_columns, PLACED=placed,
-                SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
-            )  # fmt: skip
+        self._launch(
+            receive.fan_out, self._grid(s.num_ranks * s.max_tokens),
+            state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs,
+            plan.overflow, plan.prob, rows.data, rows.integers, tokens if placed else None,
+            s.rank, s.max_tokens, plan.prob.shape[0], len(plan.offs), *rows.scale_strides,
+            layout.published, layout.aborted, layout.weights, layout.scales, layout.x, layout.record_bytes,
+            self._limit, R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes,
+            SCALES=0 if placed else row_format.scale_columns, PLACED=placed,
+            SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
+        )  # fmt: skip
         return rows.tensor(row_format, global_scale)
 
     def _fan_out_gradients(self, plan: ExpertPlan) -> torch.Tensor:
@@ -351,13 +351,13 @@ class SymmBackend:
 
         s, state, layout = self._settings, self._state, self._state.layout
         rows = self._empty(plan.prob.shape[0], s.hidden, dtype=s.partial)
-        with self._on_device():
-            fan_out_gradients[self._grid(s.num_ranks * s.max_tokens)](
-                state.pointers, state.counters, state.status, plan.inverse, rows,
-                s.rank, s.max_tokens, len(rows), layout.published, layout.aborted, layout.x, layout.record_bytes,
-                self._limit, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, OUT=self._part,
-                HARDWARE_CAST=casts.casts_in_hardware(self._device), CLOCK=self._has_clock, num_warps=4,
-            )  # fmt: skip
+        self._launch(
+            fan_out_gradients, self._grid(s.num_ranks * s.max_tokens),
+            state.pointers, state.counters, state.status, plan.inverse, rows,
+            s.rank, s.max_tokens, len(rows), layout.published, layout.aborted, layout.x, layout.record_bytes,
+            self._limit, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, OUT=self._part,
+            HARDWARE_CAST=casts.casts_in_hardware(self._device), CLOCK=self._has_clock, num_warps=4,
+        )  # fmt: skip
         return rows
 
     def _empty_plan(self, kept_ids: torch.Tensor, inverse: torch.Tensor) -> ExpertPlan:
@@ -381,12 +381,28 @@ class SymmBackend:
         return Rows(data, self._empty(capacity, columns, dtype=dtype))
 
     @property
+    def _halves(self) -> int:
+        return 2 if self._is_few else 1
+
+    @property
     def _groups(self) -> int:
         return power_of_2(len(self._placement.local_experts))
 
-    def _grid(self, items: int, times: float = 1) -> tuple[int]:
+    def _grid(self, items: int, times: float = 1) -> int:
         """Programs for so many pieces of work: no more than there are pieces, at least one, which signals."""
-        return (max(min(items, int(times * self._programs)), 1),)
+        return max(min(items, int(times * self._programs)), 1)
+
+    def _launch(self, kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
+        from padless.quantization.triton.launches import launch
+
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            launch(kernel, programs)(*arguments, **options)
+
+    def _how(self, *, early: bool = True) -> dict[str, int]:
+        """Options of a launch that, with few slots, may begin before the kernel ahead has ended."""
+        from padless.quantization.triton.launches import programmatic
+
+        return programmatic(self._device, early=early) if self._is_few else {"PROGRAMMATIC": 0}
 
     @property
     def _has_clock(self) -> bool:
@@ -400,9 +416,6 @@ class SymmBackend:
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 def power_of_2(value: int) -> int:

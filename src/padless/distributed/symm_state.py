@@ -14,6 +14,7 @@ from padless.formats import round_up
 CELL = 8  # bytes: epoch << 32 | number
 HEADER_ALIGNMENT = 256
 MAX_RANKS = 64
+FEW_SLOTS = 1024  # of all ranks: up to here a dispatch is two launches, and a combine waits for no other to be read
 
 # Words of `State.counters`, int32, device memory.
 # 0: rows published. 1: combines. 2 to 5: tickets of publish, fan_in, finish, publish_ids. 6: ids published.
@@ -29,16 +30,17 @@ class Layout:
     """Offsets in bytes of the buffer's regions, each from 256-byte boundaries.
 
     listed: 2 x R cells {epoch, T}: ids and weights of a dispatch are there. By parity of the epoch, as a
-        fast rank may be one ahead.
+        fast rank may be one ahead. With few slots nothing is told before the rows.
     published: 2 x R cells {epoch, T}: rows of a dispatch are there. A dispatch by an earlier plan has rows and
         no ids, so that each has separate epochs.
-    summed: R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
-        partial sums, so that the next may be stored. aborted: one cell, 1 + the rank that did not answer.
+    summed: 2 x R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
+        partial sums, so that the next may be stored where there are no two halves of them. aborted: one cell, 1 + the
+        rank that did not answer.
     ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
     scales: 2 x R x Tmax x scales of a token, by parity and source rank, where they are MN-major: else none.
     slots: Tmax x k float32: what a combine brings back by slot (gradients of weights).
     x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed, or where sums are of slots
-        Tmax x k x H rows.
+        Tmax x k x H rows. With few slots both have two halves, by parity: a rank is at most one combine ahead.
     """
 
     listed: int
@@ -60,18 +62,19 @@ def layout_of(s: Settings) -> Layout:
     """The layout for settings; records have room for rows as they are, too, which the backward pass sends."""
     record = max(s.row_format.record_bytes, s.hidden * s.partial.itemsize)
     table = s.max_tokens * s.top_k * 4
+    halves = 2 if s.num_slots <= FEW_SLOTS else 1
     sizes = {
         "listed": 2 * s.num_ranks * CELL,
         "published": 2 * s.num_ranks * CELL,
-        "summed": s.num_ranks * CELL,
+        "summed": 2 * s.num_ranks * CELL,
         "finished": s.num_ranks * CELL,
         "aborted": CELL,
         "ids": 2 * s.num_ranks * table,
         "weights": 2 * s.num_ranks * table,
         "scales": 2 * s.num_ranks * s.max_tokens * s.row_format.placed_columns * 4,
-        "slots": table,
+        "slots": halves * table,
         "x": 2 * s.max_tokens * record,
-        "part": (s.top_k if s.sums == "slots" else s.num_ranks) * s.max_tokens * s.hidden * s.partial.itemsize,
+        "part": halves * s.max_tokens * s.hidden * s.partial.itemsize * (s.top_k if s.sums == "slots" else s.num_ranks),
     }
     offsets, end = {}, 0
     for name, size in sizes.items():

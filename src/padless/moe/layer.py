@@ -250,18 +250,25 @@ def _forward(
     given = given_of(choice)
     of_x, of_hidden = _scales(x, format, global_scales)
     routing, rows = gathered(x, given.ids, first.weights.shape[0], format, of_x)
-    is_ready = (
-        (format, first.weights.format) in READS_AHEAD
-        and first.weights.format == second.weights.format
-        and given.ids.numel() <= ahead.MOST_SLOTS
-        and kernels_for(x.device, first.backend) == HOPPER.name
-        and fuses(first.weights, activation, format, first.backend)
-    )
+    is_ready = reads_ahead(first, second, activation, format, given.ids.numel())
     with ahead.ready(ahead.Ready(given.ids) if is_ready else None):
         hidden = first.activated(rows, routing.offs, activation, format, of_hidden)
     with ahead.ready(ahead.Ready() if is_ready else None):
         y = second.product(hidden, routing.offs)
         return combine(y, routing.inverse, given.weights, shared, out_dtype=out_dtype)
+
+
+def reads_ahead(
+    first: Projection, second: Projection, activation: Activation, format: BlockScaledFormat | None, slots: int
+) -> bool:
+    """Whether the products of so many slots gain by what they may read before the launch ahead has ended."""
+    return (
+        (format, first.weights.format) in READS_AHEAD
+        and first.weights.format == second.weights.format
+        and slots <= ahead.MOST_SLOTS
+        and kernels_for(first.weights.data.device, first.backend) == HOPPER.name
+        and fuses(first.weights, activation, format, first.backend)
+    )
 
 
 def gathered(

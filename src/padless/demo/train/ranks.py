@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from padless.demo.train.model import Model, ModelSize
+from padless.demo.train.report import save_record
 from padless.demo.train.text import draw_batch, help_topics
 from padless.distributed import ExpertParallel
 from padless.nn import RECIPES
@@ -159,8 +162,10 @@ def train_over_ranks(
     return Comparison(losses, off, (sorted(one.seconds)[steps // 2], sorted(spread.seconds)[steps // 2]))
 
 
-def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, console: Console) -> None:
-    """Trains every recipe twice and prints what the ranks are off by: `padless train-demo --ranks`.
+def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, console: Console, out: Path) -> None:
+    """Trains every recipe twice and prints what the ranks are off by; losses go to out / "train-demo-ranks.json".
+
+    `padless train-demo --ranks`.
 
     Float32 rows and sums of slots from the same weights at every step, where no token may have another loss; and
     bfloat16 rows and sums of ranks with separate weights, whose last losses are to agree. On GPUs, one for a rank, where
@@ -180,7 +185,7 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
         f"{size.layers} layers of {size.experts} experts, {size.top_k} a token, hidden {size.hidden}, "
         f"{size.tokens:,} bytes a step, {steps} steps in one process and over {ranks} ({device}, {backend}); starting"
     )
-    agree = True
+    runs = list[dict[str, Any]]()
     with RankPool(ranks, cuda=device == "cuda", backend=backend) as pool:
         for recipe in recipes:
             for rows, same in ((torch.float32, True), (torch.bfloat16, False)):
@@ -196,7 +201,7 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
                     kind, off, bound = "sums of ranks", abs(over / one - 1), LAST_BOUND
                     what = f"last losses differ by {off:.2%}"
                 passed = off <= bound and one < first.losses[0][0]
-                agree = agree and passed
+                runs.append(asdict(first) | {"recipe": recipe, "kind": kind, "gradients": gradients, "passed": passed})
                 console.print(
                     f"{'pass' if passed else 'FAIL'}  {recipe}, {kind}: loss from "
                     f"{first.losses[0][0]:.3f} to {one:.4f} and {over:.4f}; {what}; "
@@ -204,5 +209,9 @@ def run_over_ranks(ranks: int, recipes: Sequence[str], steps: int | None, consol
                     f"({time.perf_counter() - begin:.0f} s)",
                     markup=False,
                 )
-    if not agree:
+    path = save_record(
+        out / "train-demo-ranks.json", "train_demo_ranks", device, ranks=ranks, size=asdict(size), runs=runs
+    )
+    console.print(f"Losses: {path}")
+    if not all(run["passed"] for run in runs):
         raise SystemExit(1)

@@ -54,21 +54,28 @@ def print_training(console: Console, training: Training) -> None:
 
 def save_training(console: Console, training: Training, out: Path) -> None:
     """out/train-demo.json, and out/train-demo.png where matplotlib is installed."""
-    out.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "kind": "train_demo", "date": datetime.now(UTC).isoformat(timespec="seconds"), "device": training.device,
-        "gpu": torch.cuda.get_device_name() if training.device == "cuda" else None, "torch": torch.__version__,
-        "source": training.source, "size": asdict(training.size), "curves": [asdict(c) for c in training.curves],
-        "verdicts": [asdict(v) | {"holds": v.holds} for v in verdicts(training) if len(v.by_seed) > 1],
-    }  # fmt: skip
-    path = out / "train-demo.json"
-    path.write_text(json.dumps(record) + "\n")
+    path = save_record(
+        out / "train-demo.json", "train_demo", training.device,
+        source=training.source, size=asdict(training.size), curves=[asdict(c) for c in training.curves],
+        verdicts=[asdict(v) | {"holds": v.holds} for v in verdicts(training) if len(v.by_seed) > 1],
+    )  # fmt: skip
     try:
         draw_losses(training, out / "train-demo.png")
     except ModuleNotFoundError as error:
         console.print(f"No picture: {error.name} is not installed. Losses: {path}")
     else:
         console.print(f"Losses: {path}, picture: {out / 'train-demo.png'}")
+
+
+def save_record(path: Path, kind: str, device: str, **fields: Any) -> Path:
+    """Writes a run's fields as one JSON object, with what it ran on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "kind": kind, "date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None, "torch": torch.__version__,
+    }  # fmt: skip
+    path.write_text(json.dumps(record | fields) + "\n")
+    return path
 
 
 def draw_losses(training: Training, path: Path) -> None:

@@ -174,7 +174,7 @@ def run_train_demo(
         if name not in RECIPES:
             raise ValueError(f"recipe is {name!r}; allowed: {', '.join(RECIPES)}")
     if ranks != 1:
-        run_over_ranks(ranks, recipes or ["fp8"], steps, console)
+        run_over_ranks(ranks, recipes or ["fp8"], steps, console, out)
         return None
     device = "cuda" if backends()["cuda"].available else "cpu"
     steps = STEPS[device] if steps is None else steps

@@ -90,8 +90,9 @@ def is_last(ticket_ptr):
 
 @triton.jit
 def signal(pointers_ptr, rank, cells, value, R: tl.constexpr):
-    """Releases value, int64, in cell `rank` of the cells at every rank."""
-    for step in range(R):
-        peer = (rank + 1 + step) % R
-        there = (tl.load(pointers_ptr + peer) + cells + rank * 8).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(there, value, sem="release", scope="sys")
+    """Releases value, int64, in cell `rank` of the cells at every rank; a thread for each, which all wait together."""
+    LANES: tl.constexpr = triton.next_power_of_2(R)
+    peer = tl.arange(0, LANES)
+    there = tl.load(pointers_ptr + peer, mask=peer < R, other=0) + cells + rank * 8
+    values = tl.zeros((LANES,), tl.int64) + value
+    tl.atomic_xchg(there.to(tl.pointer_type(tl.int64)), values, mask=peer < R, sem="release", scope="sys")

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from padless.distributed.triton.cells import buffer_of, is_last, signal
-from padless.quantization.triton import casts
+from padless.quantization.triton import casts, launches
 from padless.quantization.triton.fp8_block import _fp8_block_scale
 
 
@@ -88,8 +88,7 @@ def publish(
     num_experts,
     table,  # Tmax * k
     max_tokens,
-    listed,  # offsets of regions
-    published,
+    published,  # offsets of regions
     ids_region,
     weights_region,
     scales_region,
@@ -104,7 +103,9 @@ def publish(
     CODE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     HARDWARE_CAST: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    launches.begin(PROGRAMMATIC)
     epoch = tl.load(counters_ptr) + 1
     half = (epoch % 2).to(tl.int64)
     if ids_ptr is not None:
@@ -143,7 +144,6 @@ def publish(
         tl.store(counters_ptr, epoch)
         if ids_ptr is not None:
             tl.store(counters_ptr + 6, ids_epoch)
-            signal(pointers_ptr, rank, listed + ids_half * R * 8, (ids_epoch.to(tl.int64) << 32) | T, R)
         signal(pointers_ptr, rank, published + half * R * 8, (epoch.to(tl.int64) << 32) | T, R)
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from padless.distributed.triton.cells import buffer_of, wait
 from padless.distributed.triton.receive import load_record, store_offs, store_row
+from padless.quantization.triton import launches
 
 
 @triton.jit
@@ -46,7 +47,6 @@ def receive_few(
     capacity,
     scale_stride_m,
     scale_stride_k,
-    listed,
     published,
     aborted,
     ids_region,
@@ -62,15 +62,17 @@ def receive_few(
     GROUPS: tl.constexpr,  # a power of two, at least Eloc
     SLOTS: tl.constexpr,  # a power of two, at least R * Tmax * k
     CLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    launches.begin(PROGRAMMATIC)
     LANES: tl.constexpr = triton.next_power_of_2(TOP_K)
     pid = tl.program_id(0)
     epoch = tl.load(counters_ptr)
     half = (epoch % 2).to(tl.int64)
     ids_half = (tl.load(counters_ptr + 6) % 2).to(tl.int64)
-    cells = published + half * R * 8  # signalled after `listed`
+    cells = published + half * R * 8
     there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
-    cell = buffer_of(pointers_ptr, rank, listed + ids_half * R * 8).to(tl.pointer_type(tl.int64))
+    cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
     table = max_tokens * TOP_K
     slots = R * table
     first = ids_half * slots * 4

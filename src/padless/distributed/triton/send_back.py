@@ -11,7 +11,25 @@ import triton.language as tl
 
 from padless.distributed.triton.cells import buffer_of, is_last, region, signal, wait
 from padless.moe.triton import arithmetic
-from padless.quantization.triton import casts
+from padless.quantization.triton import casts, launches
+
+
+@triton.jit
+def _of_half(
+    slots_region,
+    part_region,
+    half,
+    max_tokens,
+    R: tl.constexpr,
+    TOP_K: tl.constexpr,
+    H: tl.constexpr,
+    PART_BYTES: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+):
+    """Offsets of a half's values by slot and of its rows."""
+    ROWS: tl.constexpr = TOP_K if BY_SLOT else R
+    first = half * max_tokens
+    return slots_region + first * TOP_K * 4, part_region + first * ROWS * H * PART_BYTES
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "capacity"])
@@ -39,14 +57,20 @@ def fan_in(
     PART: tl.constexpr,  # dtype of partial sums
     PART_BYTES: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    HALVES: tl.constexpr,  # of what is sent back, by parity of the epoch; with one it is not stored before it was read
     CLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    launches.begin(PROGRAMMATIC)
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     CHUNKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     epoch = tl.load(counters_ptr + 1) + 1
-    # All ranks have read what the combine before left in their buffers.
-    there = wait(pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK)
+    half = (epoch % HALVES).to(tl.int64)
+    slots_region, part_region = _of_half(slots_region, part_region, half, max_tokens, R, TOP_K, H, PART_BYTES, BY_SLOT)
+    there = 1
+    if HALVES == 1:  # until all ranks have read what the combine before left in their buffers
+        there = wait(pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK)
     lane = tl.arange(0, SLOTS)
     for item in range(tl.program_id(0), R * max_tokens * CHUNKS * there, tl.num_programs(0)):
         pair, chunk = item // CHUNKS, item % CHUNKS
@@ -84,7 +108,7 @@ def fan_in(
     if is_last(counters_ptr + 3):
         tl.store(counters_ptr + 1, epoch)
         if there == 1:
-            signal(pointers_ptr, rank, summed, epoch.to(tl.int64) << 32, R)
+            signal(pointers_ptr, rank, summed + half * R * 8, epoch.to(tl.int64) << 32, R)
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "T"])
@@ -116,13 +140,18 @@ def finish(
     PART_BYTES: tl.constexpr,
     OUT: tl.constexpr,
     BY_SLOT: tl.constexpr,
+    HALVES: tl.constexpr,  # of what is sent back, by parity of the epoch; with one it is not stored before it was read
     CLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):
+    launches.begin(PROGRAMMATIC)
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     CHUNKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     epoch = tl.load(counters_ptr + 1)
-    there = wait(pointers_ptr, rank, summed, aborted, epoch, status_ptr, limit, R, CLOCK)
+    half = (epoch % HALVES).to(tl.int64)
+    slots_region, part_region = _of_half(slots_region, part_region, half, max_tokens, R, TOP_K, H, PART_BYTES, BY_SLOT)
+    there = wait(pointers_ptr, rank, summed + half * R * 8, aborted, epoch, status_ptr, limit, R, CLOCK)
     lane = tl.arange(0, SLOTS)
     for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
         token, chunk = tl.cast(item // CHUNKS, tl.int64), item % CHUNKS
@@ -160,6 +189,6 @@ def finish(
                 slots = buffer_of(pointers_ptr, rank, slots_region + token * TOP_K * 4)
                 by_slot = tl.load(slots.to(tl.pointer_type(tl.float32)) + lane, mask=is_expert, other=0.0)
                 tl.store(slots_ptr + token * TOP_K + lane, by_slot, mask=lane < TOP_K)
-    if is_last(counters_ptr + 4):  # noqa: SIM102
+    if HALVES == 1 and is_last(counters_ptr + 4):  # noqa: SIM102
         if there == 1:
             signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)

@@ -3,7 +3,8 @@
 Contenders of a point; times are those of the slowest rank, in microseconds, from a barrier of the devices on:
 
     dispatch, combine, layer          padless, replayed from CUDA graphs: bfloat16 tokens to rows in FP8_BLOCK as the
-                                      GEMM takes them; its rows to (T, H); both, with the two projections between
+                                      GEMM takes them; its rows to (T, H); `padless.moe.moe` with ep=, which is both
+                                      and the two projections between
     .. eager                          the same, called from Python
     combine of slots                  combine with sums="slots": rows of slots travel unsummed
     gradients, gradients in FP8       dout (T, H) to the rows of all ranks by a plan, bfloat16 before and behind
@@ -45,6 +46,7 @@ from padless.distributed import ExpertParallel, planning
 from padless.distributed.functions import gradients_of_rows
 from padless.distributed.symm import SymmBackend
 from padless.formats import FP8_BLOCK
+from padless.moe import moe
 from padless.nn import Experts
 from padless.testing import machine
 from padless.testing.judge import row_errors, worst
@@ -139,8 +141,7 @@ def measure_point(
     y = p.products(rows, plan.offs)
 
     def layer() -> torch.Tensor:
-        its_rows, its_plan = p.ep.dispatch(p.x, p.ids, p.weights)
-        return p.ep.combine(p.products(its_rows, its_plan.offs), its_plan, weighted=True)
+        return moe(p.x, p.ids, p.weights, p.w13, p.w2, activations=FP8_BLOCK, ep=p.ep)
 
     error = worst(row_errors(layer().cpu(), nccl.layer().cpu().double()))
     assert error < TOLERANCE, f"a token of the layer is off by {error} from that over NCCL"
