@@ -41,12 +41,12 @@ def _tests(folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _checks(folder: Path) -> Iterator[tuple[str, ...]]:
-    for kind, what in (("verify", "`padless verify`"), ("ranks", "`padless verify --ranks 2`, on several GPUs")):
+    for kind, what in (("verify", "`padless verify`"), ("ranks", "`padless verify --ranks {ranks}`, a GPU each")):
         if (path := newest(folder, f"{kind}.json")) is not None:
             record = json.loads(path.read_text())
             passed = sum(check["passed"] for check in record["checks"])
             said = f"{record['machine']['date']}: {passed} of {len(record['checks'])} checks passed"
-            yield what, said, _record(path)
+            yield what.format(**record["machine"]), said, _record(path)
 
 
 def _fuzz(folder: Path) -> Iterator[tuple[str, ...]]:

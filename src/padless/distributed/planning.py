@@ -2,7 +2,7 @@
 
 Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; to another host once, and on from
 there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two
-and on four H200s: the link with both directions busy, copies in memory, and what a further rank adds. What is not
+and on four H200s: the link with both directions busy, and copies in memory. What is not
 modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
 
 `predict_layer` has the experts' products and a training step too, by rates measured on one H200.
@@ -21,7 +21,6 @@ SAMPLES = 20_000
 WEIGHTS_RATE = 1.06  # of a copy's, at which the products of few rows read weights
 EXPERT_US = 0.5  # of an expert that is read, whose last tiles leave SMs without work
 OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
-PRODUCTS_US = 2.0  # of both launches, behind those of a dispatch
 TOGETHER = 1.5  # exponent by which the times of multiplications and of weights' bytes add up
 STEP_PRODUCTS = 3.0  # products of a training step in those of a forward pass: forward, rows' gradients, weights'
 STEP_WEIGHT_BYTES = 5.4  # a weight's bytes in a step: read in bfloat16, codes of both layouts, its gradient
@@ -38,8 +37,9 @@ class Machine:
     network: to other hosts; an assumption, of a 400 Gb/s adapter for each GPU.
     memory: bytes read and written.
     products: of FP8, TFLOP/s of a large dense product.
-    fixed_dispatch, fixed_combine: launches and signals of two ranks. fixed_rank: what each further one adds. fixed_sort:
-        what the sort of more than `FEW_SLOTS` slots adds.
+    fixed_dispatch, fixed_combine: launches and signals, whatever the number of ranks, whose signals leave together.
+    fixed_sort, fixed_read: what more than `FEW_SLOTS` slots add, which are sorted before rows move, and whose last sums
+        must have been read before others are stored.
     unhidden_sum: share of reading rows again for the sum that takes time on top of the transfer.
     """
 
@@ -50,10 +50,10 @@ class Machine:
     memory: float = 4200.0
     products: float = 1460.0
     ranks_per_host: int = 8
-    fixed_dispatch: float = 19.0
-    fixed_sort: float = 6.0
-    fixed_combine: float = 18.5
-    fixed_rank: float = 1.9
+    fixed_dispatch: float = 16.0
+    fixed_sort: float = 10.5
+    fixed_combine: float = 13.6
+    fixed_read: float = 5.7
     unhidden_sum: float = 0.05
 
 
@@ -133,9 +133,8 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
 
     forwarded = (e.ranks - len(to_host)) * most  # all but what comes from the same place on each host
     entering = (len(to_host) - 1) * float(to_host.max()) * e.tokens
-    further = m.fixed_rank * (per_host - 2)
     pull = m.pull * e.row_bytes / (e.row_bytes + m.pull_bytes)
-    sort = m.fixed_sort if e.ranks * e.tokens * e.top_k > FEW_SLOTS else 0.0
+    sort, read_before = (m.fixed_sort, m.fixed_read) if e.ranks * e.tokens * e.top_k > FEW_SLOTS else (0.0, 0.0)
     quantize = e.tokens * (2 * e.hidden + e.row_bytes) / m.memory * 1e-3
     copies = float(share.sum())
     last_sum = e.tokens * (copies + 1) * 2 * e.hidden / m.memory * 1e-3
@@ -145,9 +144,9 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
         float(to_host.sum()),
         (near + far) * most,
         rows,
-        m.fixed_dispatch + further + sort + quantize + transfer(e.row_bytes, forwarded, pull, entering),
+        m.fixed_dispatch + sort + quantize + transfer(e.row_bytes, forwarded, pull, entering),
         m.fixed_combine
-        + further
+        + read_before
         + transfer(2 * e.hidden, near * most, m.link, far * most)
         + m.unhidden_sum * read
         + last_sum,
@@ -175,7 +174,7 @@ def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None
     local, rows, weights = e.experts // e.ranks, served.rows, 3 * e.hidden * intermediate
     multiplied = rows * (2 * weights / m.products * 1e-6 + (2 * intermediate + e.hidden) * OUTPUT_US)
     read = most_experts(e) * (weights / (WEIGHTS_RATE * m.memory) * 1e-3 + EXPERT_US)
-    products = PRODUCTS_US + (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)
+    products = (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)  # whose launches are covered
     passes = local * weights * STEP_WEIGHT_BYTES + rows * (e.hidden + 3 * intermediate) * STEP_ROW_BYTES
     step = STEP_US + STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)
     return LayerPrediction(products, served.dispatch + products + served.combine, step)
