@@ -165,7 +165,8 @@ def verify(
         int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")
+        int | None,
+        typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes, 2 to 16."),
     ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
