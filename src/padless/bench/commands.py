@@ -16,6 +16,7 @@ from padless.bench.report.terminal import wide_console
 from padless.bench.results import BenchResult
 from padless.bench.run import report_file, resolve_grid, run_case
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings
+from padless.options import check_alone
 
 
 def bench(
@@ -43,6 +44,7 @@ def bench(
     out: where results go. time_limit: no new point after so many seconds. repeats: timed calls. seed: of sizes and
     values.
     """
+    check_alone("--balanced", balanced, {"--full": full})
     known = CASES[case]
     grid = "full" if full else "balanced" if balanced else known.grids[0]
     settings = RunSettings(peers, seed, repeats or known.repeats, time_limit_s=time_limit)

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from padless.cli.calling import DEFAULT_OUT, OutDir, call, picture_option
-from padless.options import check_alone
 
 COMMANDS = "padless.bench.commands"
 
@@ -84,7 +83,6 @@ def _command(name: str, options: dict[str, tuple[Any, Any]]) -> Callable[..., No
     """A function whose signature has these options, as typer reads it."""
 
     def command(**given: Any) -> None:
-        check_alone("--balanced", given.get("balanced"), {"--full": given.get("full")})
         call(COMMANDS, "bench", case=name, **given)
 
     command.__name__ = name
