@@ -105,6 +105,12 @@ def test_every_case_has_its_module_and_command_line() -> None:
         bench.run_weather  # noqa: B018
 
 
+def test_one_grid_at_a_time(runs: Calls) -> None:
+    with pytest.raises(ValueError, match="--balanced and --full exclude each other"):
+        commands.bench("paper", full=True, balanced=True)
+    assert not runs
+
+
 def test_formats_takes_the_grid_and_the_settings(runs: Calls, tmp_path: Path) -> None:
     assert commands.bench("formats", full=True, out=tmp_path, seed=3, time_limit=9.0) == 1
     ((name, points, peers, out, settings),) = runs

@@ -150,8 +150,17 @@ def test_a_session_without_points_is_nothing(tmp_path: Path) -> None:
         (b'{"point": {}, "gpu": {}}\n', "a record has no 'kind'"),
         (b'{"kind": "paper", "point": {}}\n', "a record has no 'gpu'"),
         (b'{"kind": "session"}\n', "a record has no 'id'"),
-        (b'{"kind": "ep", "point": {}, "gpu": {}}\n', "of kind 'ep' are not as this version writes them: KeyError"),
-        (b'{"kind": "ep", "point": null, "gpu": {}}\n', "of kind 'ep' are not as this version writes them: TypeError"),
+        (b'{"kind": "ep", "point": {}, "gpu": {}}\n', "of kind 'ep' are not as this version writes them: no field '"),
+        (b'{"kind": "ep", "point": null, "gpu": {}}\n', "a record has no 'point', or a strange one"),
+        (b'{"kind": "session", "id": []}\n', "a record has no 'id', or a strange one"),
+        (
+            b'{"kind": "train", "point": {}, "gpu": {"a": {}}}\n',
+            "of kind 'train' are not as this version writes them: no ",
+        ),
+        (
+            b'{"kind": "pretrain", "point": {"odd": 1}, "gpu": {}, "step": {"a": {}}}\n',
+            "of kind 'pretrain' are not as this version writes them: PretrainPoint.__init__() got an unexpected",
+        ),
     ],
 )
 def test_an_empty_or_broken_file_is_said_and_is_an_exit_code(
@@ -167,6 +176,15 @@ def test_an_empty_or_broken_file_is_said_and_is_an_exit_code(
     assert len(text.splitlines()) == 1
     assert text.count(str(path)) == 1
     assert len(result.failures) == 1
+
+
+@pytest.mark.parametrize("bug", [lambda *_: {}["model"], lambda *_: len(1), lambda *_: [][0]])
+def test_a_mistake_of_the_tables_is_not_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: Any) -> None:
+    file = ResultFile(tmp_path / "paper.jsonl")
+    file.append(record(POINT))
+    monkeypatch.setattr(CASES["paper"].load(), "tables", bug)
+    with pytest.raises((KeyError, TypeError, IndexError)):
+        shown(file.path)
 
 
 def test_what_cannot_be_shown_is_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from padless.bench.tune import costs as tune
 from padless.bench.tune.costs import STEPS, Trial, fit, measure_costs, trials
 from padless.kernels import cost_model
 from padless.kernels.cost_model import BUILT_IN, CostTable, Tile, TileCost, simulate
+from padless.testing import progress
 
 KERNEL = "sm90_fp8_grouped_gemm"
 TILES = list(BUILT_IN[KERNEL].costs)
@@ -87,9 +88,9 @@ def test_the_products_are_what_they_are_for(tile: Tile, num_sms: int) -> None:
 
 def test_every_tile_takes_its_turn_in_every_step() -> None:
     seen: list[Trial] = []
-    steps: list[str] = []
-    measure_costs(TILES, 132, knowing_clock(TRUTH, 132, seen=seen), steps.append)
-    assert tuple(steps) == STEPS
+    done: list[int] = []
+    measure_costs(TILES, 132, knowing_clock(TRUTH, 132, seen=seen), lambda: done.append(len(seen)))
+    assert done == [len(TILES) * step for step in range(1, len(STEPS) + 1)]
     assert [trial.tile for trial in seen] == TILES * len(STEPS)
 
 
@@ -163,6 +164,14 @@ def test_a_reset_needs_no_gpu(machine: Callable[..., str], monkeypatch: pytest.M
     assert "nothing is stored for any GPU" in machine(reset=True)
     with pytest.raises(ValueError, match="needs a CUDA GPU"):
         machine()
+
+
+def test_a_pipe_gets_lines_while_it_measures(machine: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    text = machine(dry_run=True)
+    assert [line for line in text.splitlines() if "Products of all tiles: " in line] == [
+        f"     0 s  Products of all tiles: {done} of 4" for done in range(1, 5)
+    ]
 
 
 def test_a_dry_run_stores_nothing(machine: Callable[..., str], tmp_path: Path) -> None:

@@ -8,13 +8,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from padless.testing.ranks import RankError
+from padless.testing.ranks import RankError, RankPool
 from padless.verify.ranks import judge, run_verify_ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 17, 100_000])
+def test_ranks_that_cannot_be_are_refused_first(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 too: a check needs k = R, and the largest k is 16."""
+    monkeypatch.setattr(RankPool, "_start", lambda pool: pytest.fail("processes were started"))
+    with pytest.raises(ValueError, match=f"ranks is {ranks}; it must be an integer from 2 to 16"):
+        run_verify_ranks(ranks)
+
+
 def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="ranks is 1; it must be at least 2"):
-        run_verify_ranks(1)
     with pytest.raises(ValueError, match="checks has 'formats'; allowed with ranks are 'expert parallelism, coll"):
         run_verify_ranks(2, checks=["formats"])
 

@@ -16,6 +16,7 @@ from padless.bench.report.terminal import wide_console
 from padless.bench.results import BenchResult
 from padless.bench.run import report_file, resolve_grid, run_case
 from padless.bench.session import DEFAULT_OUT_DIR, RunSettings
+from padless.options import check_alone
 
 
 def bench(
@@ -43,13 +44,14 @@ def bench(
     out: where results go. time_limit: no new point after so many seconds. repeats: timed calls. seed: of sizes and
     values.
     """
+    check_alone("--balanced", balanced, {"--full": full})
     known = CASES[case]
     grid = "full" if full else "balanced" if balanced else known.grids[0]
     settings = RunSettings(peers, seed, repeats or known.repeats, time_limit_s=time_limit)
     points: str | list[Any] = grid if ranks is None else known.load().grid_over_ranks(grid, ranks)
     if models or tokens or part:
         points = chosen_points(resolve_grid(known, grid, seed), models, tokens, part)
-    return _exit_code(run_case(case, points, only, out, settings))
+    return _finish(run_case(case, points, only, out, settings))
 
 
 def chosen_points(
@@ -97,9 +99,10 @@ def report(*, files: Sequence[Path], figure: Path | None = None) -> int:
     """Tables of result files again, each with its name, and the figure of one of them."""
     if figure is not None and len(files) != 1:
         raise ValueError(f"--figure takes one result file, got {len(files)}")
-    return max([_exit_code(report_file(file, figure)) for file in files], default=0)
+    return max([_finish(report_file(file, figure)) for file in files], default=0)
 
 
-def _exit_code(result: BenchResult) -> int:
+def _finish(result: BenchResult) -> int:
+    """Says where the records are; the exit code."""
     wide_console().print(f"records: {result.file}", highlight=False, markup=False)
     return 1 if result.failures else 0

@@ -53,6 +53,13 @@ class BrokenRecord(ValueError):
     """A line of a result file that no benchmark has written."""
 
 
+class Fields(dict[str, Any]):
+    """An object of a result file: a field that it lacks is a mistake of the file, not of the table that asks for it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise BrokenRecord(f"no field {name!r} beside {list(self)}")
+
+
 class ResultFile:
     """Appends records to a JSON lines file and knows which points it holds."""
 
@@ -106,7 +113,7 @@ def read_records(path: str | Path) -> list[Record]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_hook=Fields)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break

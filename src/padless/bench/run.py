@@ -116,11 +116,11 @@ def report_file(file: str | Path, figure: str | Path | None = None, console: Con
         case = CASES[name]
         try:
             show_records(case, part, sessions_of(records), console)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            strange = f"records of kind {name!r} are not as this version writes them: {type(error).__name__}: {error}"
+            if figure is not None and case.figure:
+                drawn = draw(case, part, Path(figure), console)
+        except BrokenRecord as error:
+            strange = f"records of kind {name!r} are not as this version writes them: {error}"
             return _unusable(path, f"{path} is broken: {strange}", console)
-        if figure is not None and case.figure:
-            drawn = draw(case, part, Path(figure), console)
     return BenchResult([record for part in parts.values() for record in part], path, drawn)
 
 
@@ -128,10 +128,12 @@ def _by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
     parts: dict[str, list[Record]] = {}
     for record in records:
         kind = str(record.get("kind"))
-        needed = ("id",) if kind == "session" else ("point", "gpu") if kind in CASES else ("kind",)
-        missing = [name for name in needed if name not in record]
-        if missing:
-            raise BrokenRecord(f"a record has no {missing[0]!r}: {json.dumps(record)[:80]}")
+        needed = (
+            {"id": str} if kind == "session" else {"point": dict, "gpu": dict} if kind in CASES else {"kind": object}
+        )
+        for name, wanted in needed.items():
+            if name not in record or not isinstance(record[name], wanted):
+                raise BrokenRecord(f"a record has no {name!r}, or a strange one: {json.dumps(record)[:80]}")
         if kind != "session":
             parts.setdefault(kind, []).append(record)
     return parts

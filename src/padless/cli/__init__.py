@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 import padless
-from padless.cli.calling import DEFAULT_OUT, OutDir, call, file_option, folder_option, load
-from padless.options import check_alone
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, load, path_option
+from padless.options import check_alone, check_file, check_folder
 
 
 class Group(TyperGroup):
@@ -55,7 +55,6 @@ app.add_typer(
         cls=BenchGroup,
         no_args_is_help=True,
         help="Measure; prints a table, writes JSON lines and pictures.",
-        callback=lambda: None,
         rich_markup_mode=None,
     ),
     name="bench",
@@ -92,9 +91,7 @@ def demo(
     out: OutDir = DEFAULT_OUT,
 ) -> None:
     """Route a real text through a real encoder's experts and show what padding would have cost."""
-    from padless.demo.run import run_demo
-
-    run_demo(synthetic=synthetic, out=out)
+    call("padless.demo.run", "run_demo", synthetic=synthetic, out=out)
 
 
 @app.command()
@@ -152,7 +149,7 @@ def tune(
 
 @app.command()
 def verify(
-    out: Annotated[Path | None, folder_option("Folder for the record of the run.")] = None,
+    out: Annotated[Path | None, path_option("--out", check_folder, "Folder for the record of the run.")] = None,
     sanitizer: Annotated[bool, typer.Option(help="Run compute-sanitizer where it is installed.")] = True,
     checks: Annotated[list[str] | None, typer.Option("--check", help="Only this check; can be repeated.")] = None,
     against_emulator: Annotated[
@@ -165,21 +162,22 @@ def verify(
         int | None, typer.Option(min=1, help="Checks at a time. One for every two cores, at most eight.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes.")
+        int | None,
+        typer.Option("--ranks", help="Instead: expert parallelism, on so many GPUs or CPU processes, 2 to 16."),
     ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
     check_alone("--against-cudnn", against_cudnn, {"--against-emulator": against_emulator})
     unused = {"--against-cudnn": against_cudnn, "--against-emulator": against_emulator, "--workers": workers}
     check_alone("--ranks", ranks is not None, unused)
+    options: dict[str, Any] = {"out": out, "checks": checks or None}
     if ranks is not None:
-        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, out=out, checks=checks or None)
-        return
-    if against_cudnn:
-        call("padless.verify.cudnn.run", "run_verify_cudnn", out=out, checks=checks or None, workers=workers)
-        return
-    options = {"sanitizer": sanitizer, "against_emulator": against_emulator, "checks": checks or None}
-    call("padless.verify.run", "run_verify", out=out, workers=workers, **options)
+        call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, **options)
+    elif against_cudnn:
+        call("padless.verify.cudnn.run", "run_verify_cudnn", workers=workers, **options)
+    else:
+        options |= {"sanitizer": sanitizer, "against_emulator": against_emulator}
+        call("padless.verify.run", "run_verify", workers=workers, **options)
 
 
 @app.command()
@@ -191,7 +189,7 @@ def fuzz(
         str | None, typer.Option(help="cuda, emulator, emulator:sm_100a or reference; the GPU if there is one.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; one for each core, fewer on a small GPU.")] = None,
-    out: Annotated[Path | None, file_option("File that a record of the run is added to.")] = None,
+    out: Annotated[Path | None, path_option("--out", check_file, "File that a record of the run is added to.")] = None,
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
     repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
     other_gpu: Annotated[

@@ -9,86 +9,51 @@ from typing import Annotated, Any
 
 import typer
 
-from padless.cli.calling import DEFAULT_OUT, OutDir, call, picture_option
-from padless.options import check_alone
+from padless.cli.calling import DEFAULT_OUT, OutDir, call, path_option
+from padless.options import check_picture
 
 COMMANDS = "padless.bench.commands"
 
-# Every option that a benchmark's command may take: type, with the text of --help, and default.
+
+def _several(kind: Any, text: str) -> tuple[Any, Any]:
+    return list[kind] | None, typer.Option(None, help=f"{text}; may be repeated. Default: all.")
+
+
+# Type, and text of --help with the default, of every option that a benchmark's command may take.
 OPTIONS: dict[str, tuple[Any, Any]] = {
-    "full": (
-        Annotated[bool, typer.Option("--full/--quick", help="The whole grid, or a subset in about two minutes.")],
-        False,
-    ),
-    "balanced": (Annotated[bool, typer.Option("--balanced", help="72 points, every value equally often.")], False),
-    "models": (
-        Annotated[
-            list[str] | None,
-            typer.Option("--models", help="Only models whose names begin so; may be repeated. Default: all."),
-        ],
-        None,
-    ),
-    "tokens": (
-        Annotated[
-            list[int] | None, typer.Option("--tokens", help="Only so many tokens; may be repeated. Default: all.")
-        ],
-        None,
-    ),
-    "part": (
-        Annotated[
-            list[str] | None,
-            typer.Option("--part", help="Only this part of the benchmark; may be repeated. Default: all."),
-        ],
-        None,
-    ),
+    "full": (bool, typer.Option(False, "--full/--quick", help="The whole grid, or a subset in about two minutes.")),
+    "balanced": (bool, typer.Option(False, "--balanced", help="72 points, every value equally often.")),
+    "models": _several(str, "Only models whose names begin so"),
+    "tokens": _several(int, "Only so many tokens"),
+    "part": _several(str, "Only this part of the benchmark"),
     "ranks": (
-        Annotated[
-            int | None,
-            typer.Option(min=2, help="Over so many GPUs of this host, with layers that fit. Default: one, with 12."),
-        ],
-        None,
+        int | None,
+        typer.Option(None, min=2, help="Over so many GPUs of this host, with layers that fit. Default: one, with 12."),
     ),
     "peers": (
-        Annotated[
-            Path | None,
-            typer.Option("--peers", help="Folder of other libraries to compare with, if importable from there."),
-        ],
-        None,
+        Path | None,
+        typer.Option(None, help="Folder of other libraries to compare with, if importable from there."),
     ),
-    "only": (
-        Annotated[
-            list[str] | None,
-            typer.Option("--only", help="One of the other libraries, by name; may be repeated. Default: all."),
-        ],
-        None,
-    ),
+    "only": _several(str, "One of the other libraries, by name"),
     "out": (OutDir, DEFAULT_OUT),
     "time_limit": (
-        Annotated[
-            float | None,
-            typer.Option(
-                "--time-limit", min=0, help="Seconds after which no new point is begun; the next run goes on."
-            ),
-        ],
-        None,
+        float | None,
+        typer.Option(None, min=0, help="Seconds after which no new point is begun; the next run goes on."),
     ),
 }
 
 
 def _repeats(default: int) -> tuple[Any, Any]:
     text = f"Timed calls, or replays, of each contender at each point. Default: {default}."
-    return Annotated[int | None, typer.Option(min=1, help=text)], None
+    return int | None, typer.Option(None, min=1, help=text)
 
 
 def _command(name: str, options: dict[str, tuple[Any, Any]]) -> Callable[..., None]:
     """A function whose signature has these options, as typer reads it."""
 
     def command(**given: Any) -> None:
-        check_alone("--balanced", given.get("balanced"), {"--full": given.get("full")})
         call(COMMANDS, "bench", case=name, **given)
 
-    command.__name__ = name
-    command.__annotations__ = {option: kind for option, (kind, _) in options.items()}
     command.__signature__ = Signature(  # type: ignore[attr-defined]
         [
             Parameter(option, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
@@ -111,7 +76,8 @@ def _units(out: OutDir = DEFAULT_OUT) -> None:
 def _report(
     files: Annotated[list[Path], typer.Argument(help="Result files (.jsonl) of any benchmark.")],
     figure: Annotated[
-        Path | None, picture_option("--figure", "Draw the figure of the paper's grid, of formats or of decoding there.")
+        Path | None,
+        path_option("--figure", check_picture, "Draw the figure of the paper's grid, of formats or of decoding there."),
     ] = None,
 ) -> None:
     """Tables and figure of earlier runs again; needs no GPU."""

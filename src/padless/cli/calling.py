@@ -9,38 +9,23 @@ from typing import Annotated, Any
 
 import typer
 
-from padless.options import check_file, check_folder, check_picture
+from padless.options import check_folder
 
 DEFAULT_OUT = Path("padless-out")
 
 
-def _checked(check: Callable[[str, Path], None], option: str) -> Callable[[Path | None], Path | None]:
-    """A callback of an option, which hands on what passes the check."""
+def path_option(option: str, check: Callable[[str, Path], None], help: str) -> Any:
+    """An option whose path must pass the check before anything is computed."""
 
     def callback(path: Path | None) -> Path | None:
         if path is not None:
             check(option, path)
         return path
 
-    return callback
+    return typer.Option(option, help=help, callback=callback)
 
 
-def folder_option(help: str) -> Any:
-    """``--out``, a folder."""
-    return typer.Option("--out", help=help, callback=_checked(check_folder, "--out"))
-
-
-def file_option(help: str) -> Any:
-    """``--out``, a file."""
-    return typer.Option("--out", help=help, callback=_checked(check_file, "--out"))
-
-
-def picture_option(name: str, help: str) -> Any:
-    """A picture that is drawn."""
-    return typer.Option(name, help=help, callback=_checked(check_picture, name))
-
-
-OutDir = Annotated[Path, folder_option("Folder for what is written.")]
+OutDir = Annotated[Path, path_option("--out", check_folder, "Folder for what is written.")]
 
 
 def load(module: str, name: str) -> Any:

@@ -8,12 +8,17 @@ from padless.formats import FORMATS, MXFP4_REPACKED, BlockScaledFormat
 from padless.kernels.table import PLAIN_ROUTES, ROUTES, Route
 from padless.runtime.architecture import ARCHITECTURES, with_own_kernels
 
-_ARCHS = {
+_HEADINGS = {
     own.name: f"{own.generation} ({', '.join(found.name for found in ARCHITECTURES if found.kernels == own.name)})"
     for own in with_own_kernels()
 }
-_DTYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn_x2": "e2m1, two a byte"}
-_SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+_DTYPES = {
+    "torch.float32": "float32",
+    "torch.float8_e8m0fnu": "e8m0",
+    "torch.float8_e4m3fn": "e4m3",
+    "torch.float8_e5m2": "e5m2",
+    "torch.float4_e2m1fn_x2": "e2m1, two a byte",
+}
 
 
 def supported_markdown() -> str:
@@ -62,21 +67,20 @@ def _format_row(format: BlockScaledFormat) -> str:
         codes + 8 * format.scale_dtype.itemsize / (r * c) for r, c in (format.activation_block, format.weight_block)
     ]
     shown = " and ".join(dict.fromkeys(f"{b:.2f}" for b in bits))
-    scales = _SCALES[str(format.scale_dtype)[6:]] + (", and a float32 for all" if format.has_global_scale else "")
+    scales = _DTYPES[str(format.scale_dtype)] + (", and a float32 for all" if format.has_global_scale else "")
     weights = " x ".join(map(str, format.weight_block))
     return (
-        f"| `{format.name}` | {_DTYPES[str(format.data_dtype)[6:]]} | {scales} | {rows} x {columns} | {weights} "
-        f"| {shown} |"
+        f"| `{format.name}` | {_DTYPES[str(format.data_dtype)]} | {scales} | {rows} x {columns} | {weights} | {shown} |"
     )
 
 
 def _operation_table(operation: str) -> list[str]:
     """A line for each pair of formats, a column for each architecture."""
     here = [route for route in (*ROUTES, *PLAIN_ROUTES) if route.operation == operation]
-    archs = list(dict.fromkeys([*_ARCHS, *(route.arch for route in here)]))
+    archs = list(dict.fromkeys([*_HEADINGS, *(route.arch for route in here)]))
     pairs = dict.fromkeys((route.a, route.b) for route in here)
     lines = [
-        "| activations | weights | " + " | ".join(_ARCHS.get(arch, arch) for arch in archs) + " |",
+        "| activations | weights | " + " | ".join(_HEADINGS.get(arch, arch) for arch in archs) + " |",
         "|---|---|" + "---|" * len(archs),
     ]
     for a, b in pairs:

@@ -32,6 +32,7 @@ from padless.runtime import driver, jit
 from padless.runtime.architecture import ARCHITECTURES
 from padless.runtime.devices import backends
 from padless.runtime.driver import LaunchShape
+from padless.testing import progress
 from padless.verify import lines as verify_lines
 from padless.verify import run as verify
 from padless.verify.emulator.products import emulate
@@ -226,11 +227,13 @@ def test_tune_shows_where_another_tile_is_faster(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cost_model, "gpu_name", lambda: "NVIDIA B200")
     monkeypatch.setattr(tune, "cuda_driver", lambda: SimpleNamespace(arch="sm_103a"))
     monkeypatch.setattr(tune_tiles, "gpu_clock", lambda repeats: clock)
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
     text = io.StringIO()
     assert tune.run_tune(console=Console(file=text, width=140)) == 0
     shown = text.getvalue()
     assert len(asked) == len(tune_tiles.FORMATS) * len(tune_tiles.ROWS)
     assert set(asked) == {16}
+    assert "Problems: 16 of 16" in shown
     assert "1.500" in shown
     assert "Nothing stored" in shown
     for rows in tune_tiles.ROWS:

@@ -8,13 +8,11 @@ one with which the simulated queue takes the measured time.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from padless.bench.tune import tiles_sm100 as tune_tiles
@@ -24,6 +22,7 @@ from padless.kernels.table import ROUTES, Route, kernels_arch
 from padless.runtime.architecture import BLACKWELL
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import make_operands
+from padless.testing.progress import progress
 
 _LONG_K, _SHORT_K = 8192, 1024
 _ROUNDS, _FEW_ROUNDS = 12, 4
@@ -101,14 +100,14 @@ def fit(tile: Tile, num_sms: int, times_us: Sequence[float]) -> TileCost:
 
 
 def measure_costs(
-    tiles: Sequence[Tile], num_sms: int, clock: Clock, step: Callable[[str], None] = lambda name: None
+    tiles: Sequence[Tile], num_sms: int, clock: Clock, advance: Callable[[], None] = lambda: None
 ) -> dict[Tile, TileCost]:
-    """Costs of tiles by a clock; ``step`` is told what begins. One product of every tile in turns, then the next."""
+    """Costs of tiles by a clock. One product of every tile in turns, then the next; ``advance`` is called after each."""
     columns = [trials(tile, num_sms) for tile in tiles]
     times = []
-    for name, turn in zip(STEPS, zip(*columns, strict=True), strict=True):
-        step(name)
+    for turn in zip(*columns, strict=True):
         times.append(clock(turn))
+        advance()
     return {tile: fit(tile, num_sms, of) for tile, of in zip(tiles, zip(*times, strict=True), strict=True)}
 
 
@@ -163,8 +162,8 @@ def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, c
     arch = cuda_driver().arch
     found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, arch)) is not None}
     if not found and kernels_arch(arch) == BLACKWELL.name:
-        with _progress(console, len(tune_tiles.points())) as step:
-            times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), step)
+        with progress(console, "Problems", len(tune_tiles.points())) as advance:
+            times = tune_tiles.compare(tune_tiles.gpu_clock(repeats), advance)
         tune_tiles.print_comparison(console, times)
         console.print("Nothing stored: tiles are chosen by a rule here, not by a table.")
         return 0
@@ -172,10 +171,10 @@ def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, c
         console.print(f"no kernel that runs on {gpu} has a table of tiles")
         return 0
     new: dict[str, Mapping[Tile, TileCost]] = {}
-    with _progress(console, len(found) * len(STEPS)) as step:
+    with progress(console, "Products of all tiles", len(found) * len(STEPS)) as advance:
         for name, route in found.items():
             tiles = list(cost_model.BUILT_IN[name].costs)
-            new[name] = measure_costs(tiles, cuda_driver().num_sms(0), gpu_clock(route, repeats), step)
+            new[name] = measure_costs(tiles, cuda_driver().num_sms(0), gpu_clock(route, repeats), advance)
     for name, costs in new.items():
         console.print(comparison(name, cost_model.cost_table(name), costs))
     if dry_run:
@@ -200,11 +199,3 @@ def comparison(kernel: str, old: cost_model.CostTable, new: Mapping[Tile, TileCo
         cells = [f"{value:.0f}" for pair in pairs for value in pair]
         table.add_row(f"{tile.block_m} x {tile.block_n}, cluster of {tile.cluster_n}", *cells)
     return table
-
-
-@contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total, completed=-1)
-        yield lambda name: bar.update(task, description=name, advance=1)

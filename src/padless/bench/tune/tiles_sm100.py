@@ -61,13 +61,13 @@ def name_of(config: Sm100GroupedConfig) -> str:
     return f"{config.tile_m} x {config.tile_n}{who}"
 
 
-def compare(clock: Clock, step: Callable[[str], None]) -> dict[Point, Mapping[Sm100GroupedConfig, float]]:
-    """Microseconds of every tile on every point, the chosen one first."""
+def compare(clock: Clock, advance: Callable[[], None]) -> dict[Point, Mapping[Sm100GroupedConfig, float]]:
+    """Microseconds of every tile on every point, the chosen one first; ``advance`` is called after each point."""
     found: dict[Point, Mapping[Sm100GroupedConfig, float]] = {}
     for point in points():
-        step(f"{point.fmt}, {point.rows} rows a group")
         configs = tiles(point.rows)
         found[point] = dict(zip(configs, clock(point, configs), strict=True))
+        advance()
     return found
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from padless.arguments import check_integer
+from padless.moe.checks import MAX_TOP_K
 from padless.runtime.choices import Exchange
 from padless.testing.ranks import Rank, RankError, RankPool
 from padless.verify.ranks import exchange, layers, stress
@@ -82,8 +84,7 @@ def run_verify_ranks(
     The ranks are processes of their own, which are killed when a check takes too long. checks: names of
     them; all when None. Raises ValueError.
     """
-    if ranks < 2:
-        raise ValueError(f"ranks is {ranks}; it must be at least 2")
+    check_integer("ranks", ranks, 2, MAX_TOP_K)  # a check sends every token to as many experts as there are ranks
     console = console or Console()
     cuda = torch.cuda.device_count() >= ranks
     jobs: dict[str, tuple[Callable[[Rank], str], Exchange, int]] = {

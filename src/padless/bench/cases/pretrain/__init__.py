@@ -49,7 +49,7 @@ from padless.bench.cases.pretrain.decoder import CONTENDERS, OVER_RANKS, Decoder
 from padless.bench.cases.pretrain.sequences import sequences
 from padless.bench.cases.train.contenders import BF16
 from padless.bench.report import table
-from padless.bench.results import Record
+from padless.bench.results import BrokenRecord, Fields, Record
 from padless.bench.session import Session
 from padless.testing import machine
 from padless.testing.judge import LOSS_LIMIT, describe
@@ -286,9 +286,16 @@ def part_us(record: Record, contender: str) -> Mapping[str, float]:
     return {name.split(":")[0]: gpu[name]["us"] * n for name, n in times.items() if name in gpu}
 
 
+def _point_of(record: Record) -> PretrainPoint:
+    try:
+        return PretrainPoint(**record["point"])
+    except TypeError as error:
+        raise BrokenRecord(str(error)) from error
+
+
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point and contender: a step, tokens a second, times bf16's, memory, last losses; and the parts."""
-    lines = [[{**record, "contender": name}] for record in records for name in record["step"]]
+    lines = [[Fields(record, contender=name)] for record in records for name in record["step"]]
 
     def of(text: Callable[[Record, str], Any]) -> Callable[[table.Records], str]:
         return lambda part: str(text(part[0], part[0]["contender"]))
@@ -297,7 +304,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         return of(lambda record, _: record["point"][name])
 
     def model(record: Record, _: str) -> str:
-        point = PretrainPoint(**record["point"])
+        point = _point_of(record)
         return f"{point.model}, drawn" if point.drawn else point.model
 
     def faster(record: Record, name: str) -> str:
@@ -305,7 +312,7 @@ def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequ
         return f"{base['us'] / record['step'][name]['us']:.2f}x" if base else "-"
 
     def tokens(record: Record, name: str) -> str:
-        point = PretrainPoint(**record["point"])
+        point = _point_of(record)
         return f"{point.step_tokens / record['step'][name]['us'] * 1e6:.0f}"
 
     def part(which: str) -> Callable[[table.Records], str]:

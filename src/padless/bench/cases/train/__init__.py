@@ -35,7 +35,7 @@ from padless.bench.cases.train.contenders import BF16, Maker, Step, makers, prod
 from padless.bench.cases.train.problem import TrainPoint, TrainProblem, make_problem, points
 from padless.bench.peers.torchao import TorchAo
 from padless.bench.report import table
-from padless.bench.results import Record, finite, time_us
+from padless.bench.results import Fields, Record, finite, time_us
 from padless.bench.session import Session
 from padless.testing import machine
 from padless.testing.judge import describe, row_errors, worst
@@ -224,7 +224,7 @@ def rate(record: Record, name: str) -> float | None:
 def tables(records: table.Records, sessions: table.Sessions, width: int) -> Sequence[table.Table]:
     """A line a point and contender: the step, times as fast as bf16, the forward pass, bytes kept; and the products."""
     names = list(dict.fromkeys(name for r in records for name in r["gpu"] if ":" not in name))
-    lines = [[{**record, "contender": name}] for record in records for name in names if name in record["gpu"]]
+    lines = [[Fields(record, contender=name)] for record in records for name in names if name in record["gpu"]]
     steps = [
         *_point_columns(),
         table.Column("contender", text=lambda part: str(part[0]["contender"]), left=True, width=24),
