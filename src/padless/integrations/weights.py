@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
 from padless.runtime.architecture import BLACKWELL
 from padless.runtime.devices import is_capturing, kernels_for
+from padless.runtime.locks import ProcessLock
 from padless.runtime.streams import Kept
 
 
@@ -155,7 +155,7 @@ class KeptWeights(ABC):
 
     def __init__(self) -> None:
         self._built: _Built | None = None  # replaced as a whole, which other threads may read meanwhile
-        with _KEPT_GUARD:
+        with _KEPT_GUARD.lock:
             _KEPT.add(self)
 
     @property
@@ -186,7 +186,7 @@ class KeptWeights(ABC):
 
 
 _KEPT: WeakSet[KeptWeights] = WeakSet()
-_KEPT_GUARD = threading.Lock()  # a set that grows cannot be walked
+_KEPT_GUARD = ProcessLock()  # a set that grows cannot be walked
 
 
 def _origin(sources: Sources, chosen: object) -> tuple[tuple[Any, ...], Sources, Sources]:
@@ -210,7 +210,7 @@ def refresh(*written: torch.Tensor) -> None:
     process or in inference mode are not counted.
     """
     addresses = {t.data_ptr() for t in written}
-    with _KEPT_GUARD:
+    with _KEPT_GUARD.lock:
         known = list(_KEPT)
     for kept in known:
         if not written or any(t is not None and t.data_ptr() in addresses for t in kept.sources):
