@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from padless import MXFP8, GroupedGemmQuant, grouped_gemm_quant, layouts
+from padless.runtime.choices import BackendName
 from support.quant_calls import as_cudnn, bits, check_groups, exact_d, operands, refused
 
 
@@ -98,3 +101,21 @@ def test_the_class_takes_other_rows_and_no_other_kind_of_call() -> None:
     refused(api.execute, r"alpha_tensor is NoneType; the samples came with one", **(given | {"alpha_tensor": None}))
     halves = torch.empty(233, 192, 1, dtype=torch.float16)
     refused(api.execute, r"the tensors differ from the samples", **(given | {"d_tensor": halves}))
+
+
+def compiled(backend: BackendName) -> tuple[GroupedGemmQuant, list[StorageWeakRef]]:
+    """An object that compiled, and the memory of its samples."""
+    given, options, _ = class_case(torch.float8_e4m3fn)
+    api = GroupedGemmQuant(**samples_of(given), **options, backend=backend)
+    api.compile()
+    return api, [StorageWeakRef(t.untyped_storage()) for t in given.values() if t is not None]
+
+
+@pytest.mark.parametrize("backend", ["reference", "emulator"])
+def test_the_class_lets_go_of_its_samples_when_it_has_compiled(backend: BackendName) -> None:
+    """They may be as large as a layer's activations, and the object lives as long as the model."""
+    api, samples = compiled(backend)
+    gc.collect()
+    assert all(memory.expired() for memory in samples)
+    assert api.check_support()
+    api.compile()

@@ -121,11 +121,11 @@ def test_an_engine_has_the_trainers_bits(engine: str, in_inference: bool) -> Non
     want = made(drawn.x, drawn.ids, drawn.weights).detach()
     with torch.inference_mode():
         before = call().clone()
-        addresses = [t.data_ptr() for t in parts(cache._weights)]
+        addresses = [t.data_ptr() for t in parts(cache._built.weights)]
         load_codes(of, made.codes())
         assert not torch.equal(before, want)
         assert torch.equal(call(), want)
-        assert [t.data_ptr() for t in parts(cache._weights)] == addresses
+        assert [t.data_ptr() for t in parts(cache._built.weights)] == addresses
 
 
 def mxfp4_codes(seed: int, i: int = 160, h: int = 160) -> ExpertCodes:
@@ -145,8 +145,8 @@ def test_copies_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
         biases = [drawn.options[name].bfloat16() for name in ("bias13", "bias2")]
         call, cache = running("vllm", of, drawn, bias13=biases[0], bias2=biases[1])
         call()
-        kept = parts(cache._weights)
-        assert cache._weights.w13.scale_layout == cache._weights.w2.scale_layout == "blocked"
+        kept = parts(cache._built.weights)
+        assert cache._built.weights.w13.scale_layout == cache._built.weights.w2.scale_layout == "blocked"
         shared = {t.data_ptr() for t in of.tensors}
         assert sum(t.data_ptr() not in shared for t in kept) == 4, "tiles of both and two biases"
         for t in of.tensors[1::2]:  # the engine's own loader, through .data: nothing is counted
@@ -161,11 +161,11 @@ def test_copies_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
             activations=torch.bfloat16, **options,
         )  # fmt: skip
         assert torch.equal(call(), want)
-        assert [t.data_ptr() for t in parts(cache._weights)] == [t.data_ptr() for t in kept]
+        assert [t.data_ptr() for t in parts(cache._built.weights)] == [t.data_ptr() for t in kept]
         biases[1].copy_(torch.randn(biases[1].shape))
         refresh(biases[1])
-        assert torch.equal(cache._weights.bias2, biases[1].float())
-        assert cache._weights.bias2.data_ptr() == kept[-1].data_ptr()
+        assert torch.equal(cache._built.weights.bias2, biases[1].float())
+        assert cache._built.weights.bias2.data_ptr() == kept[-1].data_ptr()
 
 
 def test_repacked_codes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,17 +181,17 @@ def test_repacked_codes_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         assert of.w13_weight.dtype == of.w2_weight.dtype == torch.int32
         call, cache = running("vllm", of, drawn)
         assert torch.equal(call(), want)
-        assert cache._weights.w13.data.data_ptr() == of.w13_weight.data_ptr(), "no copy of the codes"
+        assert cache._built.weights.w13.data.data_ptr() == of.w13_weight.data_ptr(), "no copy of the codes"
         after = of.state_dict()
         assert {name for name, t in before.items() if torch.equal(t, after[name]) and t.dtype == after[name].dtype} == {
             *MXFP4_NAMES
         }
-        kept = parts(cache._weights)
+        kept = parts(cache._built.weights)
         load_codes(of, codes)
         other = running("vllm", EngineLayer(replace(drawn, w13=codes.w13, w2=codes.w2), MXFP4_NAMES), drawn)[0]
         assert torch.equal(call(), other())
         assert not torch.equal(call(), want)
-        assert [t.data_ptr() for t in parts(cache._weights)] == [t.data_ptr() for t in kept]
+        assert [t.data_ptr() for t in parts(cache._built.weights)] == [t.data_ptr() for t in kept]
     with pytest.raises(RuntimeError, match="size mismatch"):  # what another loader writes
         of.load_state_dict(before)
     assert torch.equal(of.w2_weight.view(torch.uint8), to_repacked(codes.w2).data.view(torch.uint8))
@@ -237,10 +237,10 @@ def test_a_write_that_is_not_told_leaves_a_copy_stale(monkeypatch: pytest.Monkey
         of = EngineLayer(replace(drawn, w13=mxfp4_codes(0).w13, w2=mxfp4_codes(0).w2), MXFP4_NAMES)
         call, cache = running("vllm", of, drawn)
         call()
-        tiles = cache._weights.w2.scale
+        tiles = cache._built.weights.w2.scale
         load_codes(of, mxfp4_codes(1))
         call()
-        assert cache._weights.w2.scale.data_ptr() != tiles.data_ptr()
+        assert cache._built.weights.w2.scale.data_ptr() != tiles.data_ptr()
 
 
 # --- transformers ----------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from padless import FP8_BLOCK, MXFP4, MXFP8, NVFP4, dequantize, quantize
 from padless.integrations.transformers import experts_forward, quantize_experts, register, set_activations, weights
 from padless.integrations.transformers.experts import fused_activation
 from padless.integrations.transformers.weights import expert_weights
+from padless.integrations.weights import refresh
 from padless.moe import moe, ops, route
 from support.hub_checkpoints import dequantized, error, reference_experts
 
@@ -286,6 +287,16 @@ def test_weights_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
         other.down_proj.zero_()
         assert not other(x, ids, top_k_weights).any()
         assert module(x, ids, top_k_weights).any()
+
+
+def test_what_was_built_is_written_again_from_data_that_was_assigned() -> None:
+    """A CUDA graph may read it, which knows nothing of the parameter's new memory."""
+    module = fp8_experts()
+    built = expert_weights(module)
+    module.down_proj.data = torch.randn(E, H, I).to(torch.float8_e4m3fn)
+    refresh(module.down_proj)
+    assert expert_weights(module) is built
+    assert torch.equal(built.w2.data.view(torch.uint8), module.down_proj.view(torch.uint8))
 
 
 def test_the_cache_keeps_no_module_alive() -> None:

@@ -245,13 +245,13 @@ def test_weights_are_wrapped_once_and_again_when_written_to() -> None:
     layer = draw_layer(FORMATS["mxfp4"], h=256, i=128, bias=True)
     experts = experts_of(layer)
     first = run(experts, layer)
-    built = experts._cache._weights
+    built = experts._cache._built.weights
     assert built.w13.data.data_ptr() == layer.w13.data.data_ptr()
     assert torch.equal(run(experts, layer), first)
-    assert experts._cache._weights is built
+    assert experts._cache._built.weights is built
     experts.w1_bias.add_(1.0)  # a reload in place
     assert not torch.equal(run(experts, layer), first)
-    assert experts._cache._weights is not built
+    assert experts._cache._built.weights is not built
 
 
 def test_quantized_rows_are_refused() -> None:

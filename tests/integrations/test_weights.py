@@ -13,7 +13,7 @@ import torch
 
 from padless import FP8_BLOCK, quantize
 from padless.integrations import weights as kept_weights
-from padless.integrations.weights import WeightCache, refresh
+from padless.integrations.weights import KeptWeights, WeightCache, refresh
 from support.between import with_one_between
 
 
@@ -70,6 +70,20 @@ def test_layers_may_be_made_while_others_are_refreshed() -> None:
         walk, made = (lambda: refresh(torch.empty(1))), (lambda: alive.append(WeightCache("")))
         _, is_between = with_one_between(WeakSet.__iter__.__code__, place, walk, made, 0.02)
         del alive[3:]
+    assert place > 10
+
+
+def test_threads_with_tensors_of_their_own_get_their_weights() -> None:
+    """Also where another's are kept in the middle of a call."""
+    whole, place, is_between = codes(4), 0, True
+    part, cache = tuple(t[:2] for t in whole), WeightCache("")
+    while is_between:
+        place += 1
+        cache.get(*whole)
+        found, is_between = with_one_between(
+            KeptWeights.of.__code__, place, lambda: cache.get(*whole), lambda: cache.get(*part)
+        )
+        assert found.w13.data.shape[0] == 4, place
     assert place > 10
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -17,6 +18,7 @@ from padless.layouts import _with_kernel_scales
 from padless.moe.layer import ACTIVATIONS, BF16
 from padless.runtime.architecture import BLACKWELL
 from padless.runtime.devices import is_capturing, kernels_for
+from padless.runtime.locks import ProcessLock
 from padless.runtime.streams import Kept
 
 
@@ -127,25 +129,77 @@ def refuse_offloaded(path: str, module: torch.nn.Module, what: str) -> None:
         )
 
 
-class Derived(Protocol):
-    """Weights built from the parameters of one layer, with copies that CUDA graphs may read."""
+Sources = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Built:
+    """Weights, and what they were built from.
+
+    memory: of the sources, alive, so that nothing else is at its address, also where ``.data`` of a parameter is
+        assigned.
+    """
+
+    key: tuple[Any, ...]
+    sources: Sources
+    memory: Sources
+    weights: ExpertWeights
+    kept: Kept
+
+
+class KeptWeights(ABC):
+    """ExpertWeights of one layer, built at the first call and again when a tensor is another or was written to.
+
+    `refresh` knows of them while this lives.
+    """
+
+    def __init__(self) -> None:
+        self._built: _Built | None = None  # replaced as a whole, which other threads may read meanwhile
+        with _KEPT_GUARD.lock:
+            _KEPT.add(self)
 
     @property
-    def sources(self) -> tuple[torch.Tensor | None, ...]:
-        """The parameters."""
+    def sources(self) -> Sources:
+        """The tensors that the weights were built from."""
+        return () if self._built is None else self._built.sources
 
+    def of(self, sources: Sources, build: Callable[[], ExpertWeights], chosen: object = None) -> ExpertWeights:
+        """The weights, which ``build`` makes of the sources and of what else was chosen."""
+        built = self._built
+        if built is None or built.key != _key_of(sources, chosen):
+            origin = _origin(sources, chosen)  # in front of the weights: what is written meanwhile is seen later
+            weights = build()
+            if is_capturing(weights.w13.device):  # they are there when the graph runs, and for it alone
+                return weights
+            built = self._built = _Built(*origin, weights, kept_parts(weights, sources))
+        built.kept.read()
+        return built.weights
+
+    @abstractmethod
     def write_again(self) -> None:
-        """Writes every copy anew, where it lies."""
+        """Writes what was built anew, where it lies: `_rewrite` with the sources of now."""
+
+    def _rewrite(self, sources: Sources, build: Callable[[], ExpertWeights], chosen: object = None) -> None:
+        if (built := self._built) is not None:
+            weights = rewritten(built.weights, build())  # in front of the key: sources may count what is written here
+            self._built = _Built(*_origin(sources, chosen), weights, kept_parts(weights, sources))
 
 
-_DERIVED: WeakSet[Derived] = WeakSet()
-_DERIVED_GUARD = threading.Lock()  # a set that grows cannot be walked
+_KEPT: WeakSet[KeptWeights] = WeakSet()
+_KEPT_GUARD = ProcessLock()  # a set that grows cannot be walked
 
 
-def register_derived(derived: Derived) -> None:
-    """Lets `refresh` know of it while it lives."""
-    with _DERIVED_GUARD:
-        _DERIVED.add(derived)
+def _origin(sources: Sources, chosen: object) -> tuple[tuple[Any, ...], Sources, Sources]:
+    """The first fields of `_Built`."""
+    memory = tuple(None if t is None else t.detach() for t in sources)
+    return _key_of(memory, chosen), sources, memory
+
+
+def _key_of(sources: Sources, chosen: object) -> tuple[Any, ...]:
+    return chosen, *(
+        None if t is None else (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape, t.stride())
+        for t in sources
+    )
 
 
 def refresh(*written: torch.Tensor) -> None:
@@ -156,11 +210,11 @@ def refresh(*written: torch.Tensor) -> None:
     process or in inference mode are not counted.
     """
     addresses = {t.data_ptr() for t in written}
-    with _DERIVED_GUARD:
-        known = list(_DERIVED)
-    for derived in known:
-        if not written or any(t is not None and t.data_ptr() in addresses for t in derived.sources):
-            derived.write_again()
+    with _KEPT_GUARD.lock:
+        known = list(_KEPT)
+    for kept in known:
+        if not written or any(t is not None and t.data_ptr() in addresses for t in kept.sources):
+            kept.write_again()
 
 
 def rewritten(old: ExpertWeights, new: ExpertWeights) -> ExpertWeights:
@@ -194,20 +248,12 @@ def kept_parts(weights: ExpertWeights, sources: Iterable[torch.Tensor | None]) -
     return Kept(t for t in _parts(weights) if t is not None and t.data_ptr() not in shared)
 
 
-class WeightCache:
-    """ExpertWeights of one layer, built at the first call and again when a tensor is another or was written to.
-
-    A copy, also of the layer that holds it, starts without any.
-    """
+class WeightCache(KeptWeights):
+    """ExpertWeights of one layer of an engine. A copy, also of the layer that holds it, starts without any."""
 
     def __init__(self, remedy: str) -> None:
+        super().__init__()
         self._remedy = remedy
-        self._key: tuple[Any, ...] | None = None
-        self._weights: ExpertWeights | None = None
-        self._kept = Kept(())
-        self.sources: tuple[torch.Tensor | None, ...] = ()
-        self._memory: tuple[torch.Tensor | None, ...] = ()
-        register_derived(self)
 
     def get(
         self,
@@ -220,32 +266,18 @@ class WeightCache:
     ) -> ExpertWeights:
         """The weights of these codes, scales and biases. Raises ValueError for a layout that is not known."""
         sources = (w13, w13_scale, w2, w2_scale, bias13, bias2)
-        if _key_of(sources) != self._key:
-            built = self._built(*sources)
-            if is_capturing(w13.device):  # they are there when the graph runs, and for it alone
-                return built
-            self._note(built, sources)
-        self._kept.read()
-        assert self._weights is not None
-        return self._weights
+        return self.of(sources, partial(self._build, *sources))
 
-    def _built(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
+    def write_again(self) -> None:
+        """Writes what was built anew, where it lies."""
+        sources = self.sources
+        self._rewrite(sources, partial(self._build, *sources))
+
+    def _build(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
         first, second = (
             in_tiles(block_scaled(*given, self._remedy)) for given in (("w13", w13, w13_scale), ("w2", w2, w2_scale))
         )
         return ExpertWeights(first, second, in_float32(bias13), in_float32(bias2), activations_for(first))
-
-    def write_again(self) -> None:
-        """Writes what was built anew, where it lies."""
-        if self._weights is not None:
-            self._note(rewritten(self._weights, self._built(*self.sources)), self.sources)
-
-    def _note(self, weights: ExpertWeights, sources: tuple[torch.Tensor | None, ...]) -> None:
-        """Keeps weights, and the key and the memory of what they are made from, so that nothing else is at its address,
-        also where ``.data`` of a parameter is assigned. The key is last: by it other threads find the rest."""
-        self._weights, self._kept, self.sources = weights, kept_parts(weights, sources), sources
-        self._memory = tuple(None if t is None else t.detach() for t in sources)
-        self._key = _key_of(sources)
 
     def __deepcopy__(self, memo: Any) -> WeightCache:
         return WeightCache(self._remedy)
@@ -257,11 +289,3 @@ class WeightCache:
 def in_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
     """A bias as the kernels read it, detached: converted at every call it would be another tensor to each launch."""
     return None if bias is None else bias.detach().float().contiguous()
-
-
-def _key_of(sources: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
-    return tuple(None if t is None else _identity(t) for t in sources)
-
-
-def _identity(t: torch.Tensor) -> tuple[Any, ...]:
-    return t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape, t.stride()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import Field
 from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
@@ -11,6 +10,7 @@ from padless.formats import ceil_div
 from padless.kernels.remembered import Prepared as Prepared
 from padless.runtime.driver import ByAddress, Driver
 from padless.runtime.jit import CompiledKernel, CompileError, compile_kernel
+from padless.runtime.locks import ProcessLock
 
 
 class KernelConfig(Protocol):
@@ -67,7 +67,7 @@ def persistent_grid(num_sms: int, most_tiles: int, cluster: int = 1) -> int:
 
 _NUM_COUNTERS = 1 << 15  # the same number as in kernels/device/tile_queue.cuh
 _COUNTERS: dict[tuple[KernelConfig, int], dict[int, int]] = {}
-_COUNTERS_GUARD = threading.Lock()
+_COUNTERS_GUARD = ProcessLock()
 
 
 def tile_counter(config: KernelConfig, device: int, out_address: int) -> ByAddress:
@@ -77,7 +77,7 @@ def tile_counter(config: KernelConfig, device: int, out_address: int) -> ByAddre
     time (the caller would lose one of the results), so the address decides. Once taken a counter is never given to
     another address, since a CUDA graph may replay an old launch at any time.
     """
-    with _COUNTERS_GUARD:
+    with _COUNTERS_GUARD.lock:
         taken = _COUNTERS.setdefault((config, device), {})
     return ByAddress(_counter(taken, out_address), out_address, partial(_counter, taken))
 
@@ -86,7 +86,7 @@ def _counter(taken: dict[int, int], out_address: int) -> int:
     known = taken.get(out_address)
     if known is not None:
         return known
-    with _COUNTERS_GUARD:
+    with _COUNTERS_GUARD.lock:
         if out_address not in taken and len(taken) == _NUM_COUNTERS:
             return -1
         return taken.setdefault(out_address, len(taken))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 from padless.runtime import elf, nvrtc, operand_reuse, shipped
 from padless.runtime.architecture import family_of
 from padless.runtime.disk_cache import cache_dir, write_atomically
+from padless.runtime.locks import ProcessLock
 from padless.runtime.nvrtc import CompileError as CompileError
 from padless.runtime.shared_cache import alone, distrust, read_trusted
 
@@ -67,21 +67,10 @@ class Kernel(NamedTuple):
     kind: str
 
 
-_locks: dict[Kernel, threading.Lock] = {}
-_locks_guard = threading.Lock()
+_locks: dict[Kernel, ProcessLock] = {}
+_locks_guard = ProcessLock()
 _in_memory: dict[Kernel, CompiledKernel] = {}
 _thread = threading.local()  # asked: where this thread's `compile_kernel` lists what it is asked for
-
-
-def _forget_locks() -> None:
-    """Makes new locks in a forked process, in which the thread that had one is not there to let it go."""
-    global _locks_guard
-    _locks_guard = threading.Lock()
-    _locks.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def compile_kernel(source: str, prelude: str, arch: str, kind: str = "cubin") -> CompiledKernel:
@@ -96,9 +85,9 @@ def compile_kernel(source: str, prelude: str, arch: str, kind: str = "cubin") ->
         return CompiledKernel(b"", kind, entry_of(source), 0, 128, 1, 0, 0, 0, "")
     if (kernel := _in_memory.get(key)) is not None:
         return kernel
-    with _locks_guard:
-        lock = _locks.setdefault(key, threading.Lock())
-    with lock:
+    with _locks_guard.lock:
+        guard = _locks.setdefault(key, ProcessLock())
+    with guard.lock:
         if (kernel := _in_memory.get(key)) is None:
             kernel = _load_or_compile(source, prelude, arch, kind)
             _in_memory[key] = kernel

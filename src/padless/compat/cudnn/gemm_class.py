@@ -167,31 +167,35 @@ class GroupedGemmQuant:
         **others: Any,
     ) -> None:
         check_others("GroupedGemmQuant", others)
-        self._samples = Buffers(
+        self._options: dict[str, Any] = {
+            "acc_dtype": acc_dtype, "sf_vec_size": sf_vec_size, "m_aligned": m_aligned,
+            "discrete_col_sfd": discrete_col_sfd, "gate_up": gate_up, "semantics": semantics,
+        }  # fmt: skip
+        self._samples: Buffers | None = Buffers(
             a_tensor=sample_a, b_tensor=sample_b, d_tensor=sample_d, sfa_tensor=sample_sfa, sfb_tensor=sample_sfb,
             padded_offsets=sample_padded_offsets, alpha_tensor=sample_alpha, d_col_tensor=sample_d_col,
             sfd_row_tensor=sample_sfd_row, sfd_col_tensor=sample_sfd_col, amax_tensor=sample_amax,
-            norm_const_tensor=sample_norm_const, prob_tensor=sample_prob, bias_tensor=sample_bias, acc_dtype=acc_dtype,
-            sf_vec_size=sf_vec_size, m_aligned=m_aligned, discrete_col_sfd=discrete_col_sfd, gate_up=gate_up,
-            semantics=semantics,
+            norm_const_tensor=sample_norm_const, prob_tensor=sample_prob, bias_tensor=sample_bias, **self._options,
         )  # fmt: skip
-        samples = self._samples.tensors().items()
-        check_readable(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples})
+        samples = self._samples.tensors()
+        check_readable(**{"sample_" + name.removesuffix("_tensor"): t for name, t in samples.items()})
+        self._given = {name for name, t in samples.items() if t is not None}
         self._backend, self._config = backend, config
         self._kind: Kind | None = None
-        self._compiled = False
 
     def check_support(self) -> bool:
         """True, or a ValueError that says what is not supported and what is. Nothing is compiled."""
-        self._kind = self._samples.bind().kind
+        if self._samples is not None:
+            self._kind = self._samples.bind().kind
         return True
 
     def compile(self) -> None:
-        """Compiles the kernel for the samples; nothing to do for the reference backend."""
-        bound = self._samples.bind()
-        self._kind, o = bound.kind, bound.operands
-        prepare(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config)
-        self._compiled = True
+        """Compiles the kernel for the samples, and lets go of them; nothing to do for the reference backend."""
+        if self._samples is not None:
+            bound = self._samples.bind()
+            self._kind, o = bound.kind, bound.operands
+            prepare(o.a, o.b, o.offs, bound.epilogue, bound.tensors, self._backend, self._config)
+            self._samples = None
 
     def execute(
         self,
@@ -213,20 +217,19 @@ class GroupedGemmQuant:
         current_stream: Stream = None,
     ) -> None:
         """Computes into the outputs given. They and the operands are of the samples' types, N, K and G."""
-        given = replace(
-            self._samples, a_tensor=a_tensor, b_tensor=b_tensor, d_tensor=d_tensor, sfa_tensor=sfa_tensor,
-            sfb_tensor=sfb_tensor, padded_offsets=padded_offsets, alpha_tensor=alpha_tensor, d_col_tensor=d_col_tensor,
+        given = Buffers(
+            a_tensor=a_tensor, b_tensor=b_tensor, d_tensor=d_tensor, sfa_tensor=sfa_tensor, sfb_tensor=sfb_tensor,
+            padded_offsets=padded_offsets, alpha_tensor=alpha_tensor, d_col_tensor=d_col_tensor,
             sfd_row_tensor=sfd_row_tensor, sfd_col_tensor=sfd_col_tensor, amax_tensor=amax_tensor,
-            norm_const_tensor=norm_const_tensor, prob_tensor=prob_tensor, bias_tensor=bias_tensor,
+            norm_const_tensor=norm_const_tensor, prob_tensor=prob_tensor, bias_tensor=bias_tensor, **self._options,
         )  # fmt: skip
         check_readable(**given.tensors())
-        if not self._compiled or self._kind is None:
+        if self._samples is not None or self._kind is None:
             self.check_support()
             raise RuntimeError("call compile() first")
-        samples = self._samples.tensors()
         for name, t in given.tensors().items():
-            if (t is None) != (samples[name] is None):
-                without = "without" if samples[name] is None else "with"
+            if (t is not None) != (name in self._given):
+                without = "with" if name in self._given else "without"
                 raise ValueError(f"{name} is {describe(t)}; the samples came {without} one, so must this call")
         with on_stream("current_stream", stream_handle(current_stream), a_tensor):
             bound, expected = given.bind(), self._kind

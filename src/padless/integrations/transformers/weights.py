@@ -6,9 +6,10 @@ gate_up_proj (E, 2 I, H) e4m3 and gate_up_proj_scale_inv. The shapes and dtypes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -18,17 +19,14 @@ from padless.formats import FP8_BLOCK, BlockScaledFormat, BlockScaledTensor
 from padless.integrations.operators import aligned
 from padless.integrations.weights import (
     ExpertWeights,
+    KeptWeights,
+    Sources,
     activations_for,
     block_scaled,
     in_float32,
     in_tiles,
     is_offloaded,
-    kept_parts,
-    register_derived,
-    rewritten,
 )
-from padless.runtime.devices import is_capturing
-from padless.runtime.streams import Kept
 
 _HOW_TO_QUANTIZE = (
     "load an FP8 checkpoint, or call padless.integrations.transformers.quantize_experts(model) after from_pretrained"
@@ -85,26 +83,25 @@ def refuse_parametrized(module: Any, path: str | None = None) -> None:
         )
 
 
-@dataclass(eq=False)
-class _Built:
-    """Weights, and the parameters that they were built from: alive, so that no new one can be at an old address."""
+class _OfModule(KeptWeights):
+    """ExpertWeights of one module, which this does not keep alive."""
 
-    key: tuple[Any, ...]
-    weights: ExpertWeights
-    sources: tuple[torch.Tensor, ...]
-    kept: Kept
-    module: ReferenceType[nn.Module]
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = ref(module)
 
     def write_again(self) -> None:
-        """Writes what was built anew, where it lies."""
-        module = self.module()
-        if module is not None:
-            self.weights, self.sources = rewritten(self.weights, _build(module)), _sources(module)
-            self.kept = kept_parts(self.weights, self.sources)
-            self.key = _key(module)
+        """Writes what was built anew, where it lies, of the parameters that the module has now."""
+        if (module := self._module()) is not None:
+            self._rewrite(*_origin(module))
 
 
-_BUILT: WeakKeyDictionary[nn.Module, _Built] = WeakKeyDictionary()
+_BUILT: WeakKeyDictionary[nn.Module, _OfModule] = WeakKeyDictionary()
+
+
+def _origin(module: Any) -> tuple[Sources, Callable[[], ExpertWeights], object]:
+    """The arguments of `KeptWeights`."""
+    return tuple(module._parameters.values()), partial(_build, module), getattr(module, CHOSEN, None)
 
 
 def expert_weights(module: Any) -> ExpertWeights:
@@ -118,36 +115,14 @@ def expert_weights(module: Any) -> ExpertWeights:
         return _build(module)
     if is_offloaded(module):  # what is kept here would keep every layer's codes in memory
         return _build(module)
-    key = _key(module)
-    known = _BUILT.get(module)
-    if known is None or known.key != key:
-        weights, sources = _build(module), _sources(module)
-        if is_capturing(weights.w13.device):  # they are there when the graph runs, and for it alone
-            return weights
-        known = _Built(key, weights, sources, kept_parts(weights, sources), ref(module))
-        _BUILT[module] = known
-        register_derived(known)
-    known.kept.read()
-    return known.weights
+    if (known := _BUILT.get(module)) is None:
+        known = _BUILT[module] = _OfModule(module)
+    return known.of(*_origin(module))
 
 
 def first_projection(module: Any) -> str:
     """Name of the weights of the first projection."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
-
-
-def _sources(module: Any) -> tuple[torch.Tensor, ...]:
-    """The parameters over the memory that they have now."""
-    return tuple(t.detach() for t in module._parameters.values() if t is not None)
-
-
-def _key(module: Any) -> tuple[Any, ...]:
-    """The key of the sources of weights: addresses, versions, dtypes and shapes; and the activations' format."""
-    key: list[Any] = [getattr(module, CHOSEN, None)]
-    for t in module._parameters.values():
-        if t is not None:
-            key += (t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype, t.shape)
-    return tuple(key)
 
 
 def _build(module: Any) -> ExpertWeights:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
@@ -16,6 +15,7 @@ from padless.kernels.sm90_moe_decode.choice import Choice
 from padless.kernels.sm90_moe_decode.config import MOST_SHARES, LayerShape, MoeDecodeConfig
 from padless.runtime.devices import is_capturing
 from padless.runtime.driver import Argument, ByAddress, Driver, LaunchShape
+from padless.runtime.locks import ProcessLock
 from padless.runtime.tensor_map import DATA_TYPES, SWIZZLE_128B, TensorMapSpec
 
 KERNEL = "sm90_moe_decode/sm90_moe_decode.cu"
@@ -110,7 +110,7 @@ _USED: dict[torch.device, int] = {}  # words of the last chunk
 _NEXT: dict[torch.device, tuple[torch.Tensor, torch.cuda.Event | None]] = {}
 _SCRATCH: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 _FULL: set[torch.device] = set()
-_GUARD = threading.Lock()
+_GUARD = ProcessLock()
 
 
 class HasHiddenRows(Protocol):
@@ -139,7 +139,7 @@ def scratch_for(device: torch.device, address: int, shape: HasHiddenRows) -> tor
     if found is not None:
         return found
     words = _CONTROL_WORDS + 2 * room
-    with _GUARD:
+    with _GUARD.lock:
         chunks = _CHUNKS.setdefault(device, [])
         if not chunks or _USED[device] + words > _CHUNK_WORDS:
             if is_capturing(device):
