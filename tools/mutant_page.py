@@ -66,7 +66,8 @@ Elsewhere the limit [stays](emulator_model.md#what-is-not), since it saves follo
 The pair of `publish_ids` and `localize` cannot be judged: the kernel itself is reported. A program of `localize` that
 has waited reads the count of ids in a signal's cell by a weak load, while another program still polls that cell by
 atomic additions of 0. By the letter of the memory model this is a race. The additions write the 64-bit value that is
-there, so every order of the two gives the same count.
+there, so every order of the two gives the same count. `receive_few` reads the counts in that way since ids of few slots
+are signalled with the rows; its figures are of the code before.
 
 | sender, receiver | mutants | judged | killed by a report | by an output | left | of those tried on one problem alone |
 |---|---|---|---|---|---|---|
