@@ -1,4 +1,4 @@
-"""Launches of expert parallelism whose mutants `tools/mutants.py` judges: rank 1's, and rank 0's that waits for it.
+"""Launches of expert parallelism whose mutants `tools/mutants.py` judges: a sender's, and a receiver's that waits.
 
 No stream orders launches of two ranks, only the signals do that one releases and the other acquires. So both are one
 launch here, of a kernel that is the sender's PTX for CTAs (x, 0) of the grid and the receiver's for CTAs (x, 1). What
@@ -32,6 +32,7 @@ from support import ep_emulated, ep_virtual  # type: ignore[import-not-found]
 # a register unset that nothing looks at.
 COMPILERS_OWN = ("uninitialised-register",)
 POLLS = 1000  # a launch that runs next to the one it waits for
+SENDER, RECEIVER = 0, 1  # of a launch's signals rank 1's is that of a thread which took no ticket
 Steps = Callable[["Pair"], None]
 
 
@@ -40,10 +41,10 @@ class Held(Exception):
 
 
 class Pair:
-    """Two virtual ranks; `sent` holds back rank 1's launch in its block, `received` rank 0's."""
+    """Two virtual ranks, whose launches are held back in the blocks of `holding`."""
 
     def __init__(self, programs: int, few_slots: int, hidden: int, tokens: int, **options: Any) -> None:
-        self.problem = exchange.draw([3, tokens], 4, hidden, 3, 1)
+        self.problem = exchange.draw([tokens, 3], 4, hidden, 3, 1)
         self.ranks = ep_virtual.make(self.problem, programs=programs, few_slots=few_slots, polls=POLLS, **options)
         self.held: list[tuple[Any, tuple[int, ...], list[Any]]] = []
         self._holds = False
@@ -81,42 +82,42 @@ class Pair:
 
 
 def ids(pair: Pair) -> None:
-    receiver, sender = pair.backends
-    receiver.publish_ids(*pair.given(0)[1:])
+    sender, receiver = pair.backends
+    receiver.publish_ids(*pair.given(RECEIVER)[1:])
     with pair.holding():
-        sender.publish_ids(*pair.given(1)[1:])
+        sender.publish_ids(*pair.given(SENDER)[1:])
     with pair.holding():
         receiver.sort()
 
 
 def rows(pair: Pair) -> None:
-    receiver, sender = pair.backends
-    kept, _ = (b.publish_ids(*pair.given(rank)[1:]) for rank, b in enumerate(pair.backends))
+    sender, receiver = pair.backends
+    _, kept = (b.publish_ids(*pair.given(rank)[1:]) for rank, b in enumerate(pair.backends))
     found = receiver.sort()
-    receiver.publish_rows(pair.given(0)[0], None)
+    receiver.publish_rows(pair.given(RECEIVER)[0], None)
     with pair.holding():
-        sender.publish_rows(pair.given(1)[0], None)
+        sender.publish_rows(pair.given(SENDER)[0], None)
     with pair.holding():
         receiver.fan_out(kept, found, None)
 
 
 def few(pair: Pair) -> None:
-    receiver, sender = pair.backends
-    kept = receiver.publish(*pair.given(0), None)
+    sender, receiver = pair.backends
+    kept = receiver.publish(*pair.given(RECEIVER), None)
     with pair.holding():
-        sender.publish(*pair.given(1), None)
+        sender.publish(*pair.given(SENDER), None)
     with pair.holding():
         receiver.receive(kept, None)
 
 
 def gradients(pair: Pair) -> None:
-    receiver, sender = pair.backends
+    sender, receiver = pair.backends
     pair.ranks.dispatch(pair.problem)
-    receiver.publish_again(pair.given(0)[0])
+    receiver.publish_again(pair.given(RECEIVER)[0])
     with pair.holding():
-        sender.publish_again(pair.given(1)[0])
+        sender.publish_again(pair.given(SENDER)[0])
     with pair.holding():
-        receiver.receive_again(pair.given(0)[0], pair.ranks.plans[0])
+        receiver.receive_again(pair.given(RECEIVER)[0], pair.ranks.plans[RECEIVER])
 
 
 def send_back(pair: Pair, rank: int) -> None:
@@ -132,23 +133,23 @@ def finish(pair: Pair, rank: int) -> None:
 
 def sums(pair: Pair) -> None:
     pair.ranks.dispatch(pair.problem)
-    send_back(pair, 0)
+    send_back(pair, RECEIVER)
     with pair.holding():
-        send_back(pair, 1)
+        send_back(pair, SENDER)
     with pair.holding():
-        finish(pair, 0)
+        finish(pair, RECEIVER)
 
 
 def next_sums(pair: Pair) -> None:
-    """A rank stores over what another has read."""
+    """A rank stores over what another has read: with many slots, of whose sums there is one half."""
     pair.ranks.dispatch(pair.problem)
     for rank in range(2):
         send_back(pair, rank)
-    finish(pair, 0)
+    finish(pair, RECEIVER)
     with pair.holding():
-        finish(pair, 1)
+        finish(pair, SENDER)
     with pair.holding():
-        send_back(pair, 0)
+        send_back(pair, RECEIVER)
 
 
 def exchanging(
@@ -156,7 +157,7 @@ def exchanging(
 ) -> Callable[[EmulatedDriver], object]:
     """The two launches that `steps` holds back, of as many programs each as on a device.
 
-    tokens: of rank 1; by default two for a program.
+    tokens: of the sender; by default two for a program.
     """
 
     def call(device: EmulatedDriver) -> object:

@@ -13,7 +13,7 @@ from support.interpreter import interpreted
 
 pytest.importorskip("triton")
 from padless.quantization.triton import launches as launches_of_triton
-from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_virtual
+from support import ep_bugs, ep_cases, ep_emulated, ep_symm_cases, ep_symm_regions, ep_virtual
 
 QUICK = ("three_ranks", "one_rank_ahead", "waits", "sums_of_slots")
 
@@ -31,6 +31,16 @@ def test_virtual_ranks(name: str, quick: dict[str, str | None]) -> None:
 @pytest.mark.slow
 def test_all_virtual_ranks() -> None:
     found = interpreted("ep_symm_cases.py", *(name for name in ep_symm_cases.CASES if name not in QUICK))
+    assert not any(found.values()), found
+
+
+def test_sizes_of_buffers() -> None:
+    ep_symm_regions.CASES["sizes_of_buffers"]("cpu")
+
+
+@pytest.mark.slow
+def test_regions_of_virtual_ranks() -> None:
+    found = interpreted("ep_symm_regions.py")
     assert not any(found.values()), found
 
 
@@ -67,9 +77,9 @@ def test_processes_with_little_or_nothing() -> None:
 
 
 @pytest.mark.gpu(capability=None)
-@pytest.mark.parametrize("name", ep_symm_cases.CASES)
+@pytest.mark.parametrize("name", [*ep_symm_cases.CASES, *ep_symm_regions.CASES])
 def test_on_the_gpu(name: str) -> None:
-    ep_symm_cases.CASES[name]("cuda")
+    {**ep_symm_cases.CASES, **ep_symm_regions.CASES}[name]("cuda")
 
 
 @pytest.mark.gpu(capability=None)
@@ -126,14 +136,19 @@ def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(
                 ("griddepcontrol.wait" in c.asm["ptx"]) == bool(few_slots) for c in kernels[name]._compiled.values()
             )
+    for name in ("receive_few", "finish"):  # and let nothing begin behind them before all ranks are there
+        for compiled in kernels[name]._compiled.values():
+            ptx = compiled.asm["ptx"]
+            assert 0 < ptx.rindex("sys.acquire.add") < ptx.index("griddepcontrol.launch_dependents"), name
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
 
 
-def test_machine_code_of_sums_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few_slots", [0, pytest.param(1024, marks=pytest.mark.slow)])
+def test_machine_code_of_sums_of_slots(few_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roundings where two are defined, at home as well."""
     p = exchange.draw([2, 1], 4, 256, 3, 1)
-    ranks = ep_virtual.make(p, fmt=torch.bfloat16, few_slots=0, sums="slots")
+    ranks = ep_virtual.make(p, fmt=torch.bfloat16, few_slots=few_slots, sums="slots")
     with monkeypatch.context() as patch:
         kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
         ranks.dispatch(p)
@@ -141,6 +156,21 @@ def test_machine_code_of_sums_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         ep_symm_cases.check_no_error(ranks)
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [[1], [1, 1]])
+def test_machine_code_of_one_token(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks, tokens, slots and experts of which there is one are constants to the compiler."""
+    p = exchange.draw(sizes, len(sizes), 160, 1, 1, distinct=True)
+    ranks = ep_virtual.make(p)
+    monkeypatch.setattr(launches_of_triton, "is_programmatic", lambda device: True)
+    kernels = ep_emulated.emulate(monkeypatch, [s.buffer for s in ranks.states])
+    for call in range(2):
+        ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
+        ep_symm_cases.check_combine(p, ranks, call, weighted=True)
+    ep_symm_cases.check_no_error(ranks)
+    assert kernels["receive_few"].launches == 2 * len(sizes)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Bug:
-    """case: of ep_symm_cases. changes: (module, text, other text), each text being there."""
+    """case: of ep_symm_cases or ep_symm_regions. changes: (module, text, other text), each text being there."""
 
     case: str
     changes: tuple[tuple[str, str, str], ...]
@@ -73,6 +73,32 @@ BUGS = {
     "one half for all sums": Bug("one_rank_ahead", (("send_back", "(epoch % HALVES)", "(epoch % 1)"),)),
     "one half for all values by slot": Bug(
         "one_rank_ahead", (("send_back", "slots_region + first * TOP_K", "slots_region + 0 * first"),)
+    ),
+    "signals of all sums in one cell": Bug(
+        "one_rank_ahead", (("send_back", "summed + half * R * 8", "summed + 0 * half"),)
+    ),
+    "a half of rows of slots has a row a rank": Bug(
+        "halves", (("send_back", "ROWS: tl.constexpr = TOP_K if BY_SLOT else R", "ROWS: tl.constexpr = R"),)
+    ),
+    "a half of sums has a row a slot": Bug(
+        "halves", (("send_back", "ROWS: tl.constexpr = TOP_K if BY_SLOT else R", "ROWS: tl.constexpr = TOP_K"),)
+    ),
+    "values by slot past their half": Bug("halves", (("send_back", "first * TOP_K * 4,", "first * TOP_K * 8,"),)),
+    "as many tokens as the last rows by an earlier plan": Bug(
+        "two_ranks",
+        (
+            (
+                "receive_few",
+                "buffer_of(pointers_ptr, rank, cells)",
+                "buffer_of(pointers_ptr, rank, published + ids_half * R * 8)",
+            ),
+        ),
+    ),
+    "a rank that gave up says that its sums are there": Bug(
+        "sums_after_a_timeout", (("send_back", "(there == 1) & (gave_up == 0)", "there == 1"),)
+    ),
+    "an abort is not looked at when all is there": Bug(
+        "sums_after_a_timeout", (("cells", "if abort != 0:", "if (abort != 0) & (missing != 0):"),)
     ),
     "the first rank alone is told": Bug("two_ranks", (("cells", "values, mask=peer < R,", "values, mask=peer < 1,"),)),
     "equal experts in any order": Bug(
@@ -152,16 +178,16 @@ def plant(bug: Bug | None, folder: str) -> None:
 
 
 def find_all(only: list[str]) -> dict[str, str | None]:
-    from support import interpreter
-    from support.ep_symm_cases import CASES
+    from support import ep_symm_cases, ep_symm_regions, interpreter
 
+    cases = interpreter.Cases({**ep_symm_cases.CASES, **ep_symm_regions.CASES})
     found: dict[str, str | None] = {}
     for name, bug in BUGS.items():
         if only and name not in only:
             continue
         with tempfile.TemporaryDirectory() as folder:
             plant(bug, folder)
-            error = interpreter.run(CASES, [bug.case])[bug.case]
+            error = interpreter.run(cases, [bug.case])[bug.case]
         found[name] = None if error is None else error.strip().splitlines()[-1][-200:]
     return found
 

@@ -208,7 +208,9 @@ def groups(ranks: Ranks) -> None:
 
 
 def distributed_weights(ranks: Ranks) -> None:
-    """`distribute` takes the mesh of its exchange alone, once, and leaves frozen weights frozen."""
+    """`distribute` takes the mesh of its exchange alone, once, and leaves frozen weights frozen. A main_grad is refused
+    before it, and behind it by calls that would add nothing to it, whichever rank has one.
+    """
     n = ranks.size
     mesh = init_device_mesh(ranks.device.type, (1, n), mesh_dim_names=("efsdp", "ep"))
     others = [mesh, None, "ep", *([mesh["efsdp"]] if n > 1 else [])]
@@ -231,6 +233,21 @@ def distributed_weights(ranks: Ranks) -> None:
     assert tuple(layer.w2.grad.shape) == (2 * n, HIDDEN, INTERMEDIATE)
     with pytest.raises(ValueError, match=r"^w13 is a DTensor already"):
         layer.distribute(mesh["ep"])
+    wanted, layer.w2.grad = layer.w2.grad.full_tensor(), None
+    layer.w13.main_grad = torch.zeros(())  # frozen: nothing is to be added to it
+    mains = [layer.w2.detach().clone(), torch.zeros_like(layer.w2.to_local())]
+    for owner, main in ((n - 1, mains[0]), (0, mains[1])):
+        words = f"rank {owner} was given wrong arguments"
+        if ranks.rank == owner:
+            layer.w2.main_grad, words = main, r"^w2 has a main_grad, and .*; delete w2\.main_grad and read w2\.grad$"
+        with pytest.raises(ValueError, match=words):
+            layer(*own(ranks, 6))
+        with torch.no_grad():
+            layer(*own(ranks, 6))
+        if ranks.rank == owner:
+            del layer.w2.main_grad
+    layer(*own(ranks, 6)).sum().backward()
+    assert_bits(layer.w2.grad.full_tensor(), wanted, "gradient")
 
 
 def adapters_that_are_off(ranks: Ranks) -> None:

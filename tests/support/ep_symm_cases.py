@@ -167,17 +167,18 @@ def nothing_here(device: str, few_slots: int) -> None:
         check_no_error(ranks)
 
 
-@case
-def one_rank(device: str) -> None:
+@both_ways
+def one_rank(device: str, few_slots: int) -> None:
     """A group of one, such as a mesh's dimension of one: memory of its own, without torch's symmetric memory."""
     p = draw([5], 4, 64, 2, 9)
-    ranks = make(p, device=device, few_slots=0)
+    ranks = make(p, device=device, few_slots=few_slots)
     settings, there = ranks.settings[0], torch.device(device)
     state = allocate(None, there, settings)  # type: ignore[arg-type]
     assert state.pointers.tolist() == [state.buffer.data_ptr()]
-    ranks.backends[0] = SymmBackend(state, settings, place(4, 1, 0, p.expert_map).to(there), 3, 0)
-    check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
-    check_combine(p, ranks, 1, weighted=True)
+    ranks.backends[0] = SymmBackend(state, settings, place(4, 1, 0, p.expert_map).to(there), 3, few_slots)
+    for call in range(2):
+        check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
+        check_combine(p, ranks, call, weighted=True)
     check_no_error(ranks)
 
 

@@ -48,9 +48,11 @@ class SymmBackend:
         polls: int = VIRTUAL_POLLS,
         few_slots: int = FEW_SLOTS,
     ) -> None:
-        """polls: how often to look for a rank where there is no clock. few_slots: up to `FEW_SLOTS`."""
-        self.few_slots = few_slots
-        self._is_few = settings.num_slots <= few_slots
+        """polls: how often to look for a rank where there is no clock. few_slots: at most `FEW_SLOTS`, up to which a
+        state has two halves of sums.
+        """
+        self.few_slots = min(few_slots, FEW_SLOTS)
+        self._is_few = settings.num_slots <= self.few_slots
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"

@@ -105,7 +105,8 @@ class Experts(QuantizedModule):
         mesh: their one-dimensional DeviceMesh, such as mesh["ep"]. FSDP2 may then shard them over another dimension of
         the same mesh, and checkpoints have all experts. What is frozen stays so. Raises ValueError without ``ep``, with
         ``delayed_wgrad`` or a ``main_grad``, for a mesh of other ranks, where experts do not lie in runs of E / R, and
-        where it was called before.
+        where it was called before. Later calls refuse a ``main_grad`` of these parameters, too: their gradients go to
+        autograd.
         """
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard  # half a second
@@ -123,8 +124,7 @@ class Experts(QuantizedModule):
             weight = getattr(self, name)
             if isinstance(weight, DTensor):
                 raise ValueError(f"{name} is a DTensor already; call distribute once")
-            if getattr(weight, "main_grad", None) is not None:
-                raise ValueError(f"{name} has a main_grad, and gradients of DTensors go to autograd; give none")
+            refuse_main_grad(name, weight)
         for name in ("w13", "w2"):
             weight = getattr(self, name)
             made = DTensor.from_local(weight.data, mesh, [Shard(0)], run_check=False)
@@ -151,6 +151,9 @@ class Experts(QuantizedModule):
                     f"x must be (T, {self.hidden}) on the weights' {w13.device}, got {tuple(x.shape)} on {x.device}"
                 )
             check_delayed(self.delayed_wgrad, w13=w13, w2=w2)
+            for name, weight, part in (("w13", parameter13, w13), ("w2", parameter2, w2)):
+                if part is not weight and part.requires_grad:
+                    refuse_main_grad(name, weight)
             if self.ep is not None:
                 check_sent(self.ep, self.recipe, x)
                 x, here = tracked(x), len(self.ep.local_experts)
@@ -181,6 +184,18 @@ def local(weight: torch.Tensor) -> torch.Tensor:
     """This rank's part of a weight that may be a DTensor, followed by autograd."""
     to_local = getattr(weight, "to_local", None)
     return weight if to_local is None else to_local()
+
+
+def refuse_main_grad(name: str, weight: torch.Tensor) -> None:
+    """Raises ValueError for a weight that has a ``main_grad`` and is a DTensor or to be one.
+
+    Its gradient passes from its part here to the DTensor by autograd, which nothing in ``main_grad`` would take.
+    """
+    if getattr(weight, "main_grad", None) is not None:
+        raise ValueError(
+            f"{name} has a main_grad, and gradients of DTensors go to autograd; delete {name}.main_grad and read "
+            f"{name}.grad"
+        )
 
 
 def check_exchange(ep: ExpertParallel, num_experts: int, hidden: int) -> None:

@@ -64,7 +64,7 @@ def receive_few(
     CLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    launches.begin(PROGRAMMATIC)
+    launches.wait(PROGRAMMATIC)
     LANES: tl.constexpr = triton.next_power_of_2(TOP_K)
     pid = tl.program_id(0)
     epoch = tl.load(counters_ptr)
@@ -72,6 +72,7 @@ def receive_few(
     ids_half = (tl.load(counters_ptr + 6) % 2).to(tl.int64)
     cells = published + half * R * 8
     there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+    launches.release(PROGRAMMATIC)  # not before: what begins next holds its place on the GPU while this waits
     cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
     table = max_tokens * TOP_K
     slots = R * table

@@ -71,6 +71,8 @@ def fan_in(
     there = 1
     if HALVES == 1:  # until all ranks have read what the combine before left in their buffers
         there = wait(pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK)
+    # A rank that gave up in the dispatch has no rows, and must not say that their sums are there.
+    gave_up = tl.load(buffer_of(pointers_ptr, rank, aborted).to(tl.pointer_type(tl.int64)), volatile=True)
     lane = tl.arange(0, SLOTS)
     for item in range(tl.program_id(0), R * max_tokens * CHUNKS * there, tl.num_programs(0)):
         pair, chunk = item // CHUNKS, item % CHUNKS
@@ -107,7 +109,7 @@ def fan_in(
                     tl.store(slots.to(tl.pointer_type(tl.float32)) + lane, by_slot, mask=rows >= 0)
     if is_last(counters_ptr + 3):
         tl.store(counters_ptr + 1, epoch)
-        if there == 1:
+        if (there == 1) & (gave_up == 0):
             signal(pointers_ptr, rank, summed + half * R * 8, epoch.to(tl.int64) << 32, R)
 
 
@@ -145,13 +147,14 @@ def finish(
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
-    launches.begin(PROGRAMMATIC)
+    launches.wait(PROGRAMMATIC)
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     CHUNKS: tl.constexpr = (H + BLOCK - 1) // BLOCK
     epoch = tl.load(counters_ptr + 1)
     half = (epoch % HALVES).to(tl.int64)
     slots_region, part_region = _of_half(slots_region, part_region, half, max_tokens, R, TOP_K, H, PART_BYTES, BY_SLOT)
     there = wait(pointers_ptr, rank, summed + half * R * 8, aborted, epoch, status_ptr, limit, R, CLOCK)
+    launches.release(PROGRAMMATIC)  # not before: what begins next holds its place on the GPU while this waits
     lane = tl.arange(0, SLOTS)
     for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
         token, chunk = tl.cast(item // CHUNKS, tl.int64), item % CHUNKS
