@@ -167,8 +167,8 @@ def sizes_of_buffers(device: str) -> None:
 
 @case
 def sums_after_a_timeout(device: str) -> None:
-    """A rank that has given up in a dispatch, or was told that another has, has no rows, and does not say that their sums
-    are there: sums are NaN at all ranks.
+    """A rank that has given up in a dispatch, or was told that another has, has no rows, and does not say that sums of
+    them are there: sums are NaN at all ranks.
     """
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
     for few_slots in (0, FEW_SLOTS):
