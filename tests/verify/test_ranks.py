@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from padless.testing.ranks import RankError, RankPool
-from padless.verify.ranks import judge, run_verify_ranks
+from padless.testing.ranks import RankError, RankPool, raise_first, run_ranks
+from padless.verify.ranks import judge, run_verify_ranks, stress
 
 
 @pytest.mark.parametrize("ranks", [1, 17, 100_000])
@@ -31,6 +31,14 @@ def test_judge() -> None:
     assert judge(["fine", RankError("killed")], 0) == ("rank 1: killed", False)
     assert judge(["an error after 3 s", RankError("ended with exit code 0")], 1) == ("an error after 3 s", True)
     assert judge([RankError("no error"), RankError("ended")], 1)[1] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_two_layers_on_gloo(size: int) -> None:
+    """What the check calls and compares, on one stream; 16 experts are 15 over three ranks."""
+    found = run_ranks(stress.check_two_layers, size, 4, 3, cuda=False, backend="collective", timeout_s=120)
+    assert raise_first(found) == ["4 calls of each, 3 tokens"] * size
 
 
 @pytest.mark.slow

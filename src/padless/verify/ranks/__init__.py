@@ -49,10 +49,13 @@ def run_stress(rank: Rank) -> str:
         (s.check_large, (4096, 7168, 8, 64)),
         (s.check_large, (16, 7168, 8, 64)),
         (s.check_host, (1000,)),
-        (s.check_graphs, (1000,)),
+        (s.check_graphs, (1000, 256)),
+        (s.check_graphs, (1000, 16)),
         (s.check_delays, (10_000, 64)),  # received in one launch
         (s.check_delays, (3_000, 200)),  # sorted on a second stream
         (s.check_two_groups, (200,)),
+        (s.check_two_layers, (1000, 16)),
+        (s.check_two_layers, (200, 200)),
     ]
     done: list[str] = []
     for check, arguments in checks:

@@ -11,6 +11,8 @@ import torch
 
 from padless.distributed import ExpertParallel
 from padless.formats import FP8_BLOCK, BlockScaledTensor
+from padless.moe.layer import moe
+from padless.quantization.quantize import quantize
 from padless.testing.ranks import Rank
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -18,11 +20,15 @@ POOL = 8  # problems that take turns
 
 
 class _Problems:
-    """Problems of one size on this rank, and what an object makes of each: rows, offs, prob and sums of doubled rows."""
+    """Problems of one size on this rank, and what an object makes of each: rows, offs, prob and sums of doubled rows.
+
+    experts: about as many, a multiple of the ranks.
+    """
 
     def __init__(
         self, rank: Rank, tokens: int, hidden: int, top_k: int, experts: int, count: int = POOL, **options: Any
     ) -> None:
+        experts = rank.size * max(experts // rank.size, 1)
         generator = torch.Generator(device=rank.device).manual_seed(100 + rank.rank)
         self.inputs: list[Inputs] = []
         for _ in range(count):
@@ -68,9 +74,9 @@ def check_large(rank: Rank, tokens: int, hidden: int, top_k: int, experts: int) 
     return f"{tokens} tokens a rank, {used} rows here: all bytes equal"
 
 
-def check_graphs(rank: Rank, replays: int) -> str:
+def check_graphs(rank: Rank, replays: int, tokens: int) -> str:
     """A captured layer, replayed with tokens, ids and weights changed in place."""
-    p = _Problems(rank, 256, 1024, 4, 16)
+    p = _Problems(rank, tokens, 1024, 4, 16)
     wanted = [p.layer(inputs) for inputs in p.inputs]
     static: Inputs = tuple(t.clone() for t in p.inputs[0])  # type: ignore[assignment]
     stream = torch.cuda.Stream()
@@ -89,7 +95,7 @@ def check_graphs(rank: Rank, replays: int) -> str:
         wrong += _differences(out, wanted[i % POOL])
     assert int(wrong) == 0, f"{int(wrong)} values differ over {replays} replays"
     p.ep.check()
-    return f"{replays} replays"
+    return f"{replays} replays of {tokens} tokens"
 
 
 def check_delays(rank: Rank, calls: int, tokens: int = 64) -> str:
@@ -144,6 +150,52 @@ def check_two_groups(rank: Rank, calls: int) -> str:
     torch.cuda.synchronize()
     assert wrong.tolist() == [0, 0], f"{wrong.tolist()} values differ"
     return f"{calls} calls of each"
+
+
+class _Layer(_Problems):
+    """`padless.moe.moe` over ranks, of experts in FP8."""
+
+    def __init__(self, rank: Rank, tokens: int) -> None:
+        hidden = intermediate = 512
+        super().__init__(rank, tokens, hidden, 4, 16, 2, fmt=FP8_BLOCK)
+        local = len(self.ep.local_experts)
+        shapes = (local, 2 * intermediate, hidden), (local, hidden, intermediate)
+        made = (torch.randn(shape, device=rank.device).to(torch.bfloat16) for shape in shapes)
+        self.weights = [quantize(w, FP8_BLOCK, kind="weight") for w in made]
+
+    def layer(self, inputs: Inputs) -> torch.Tensor:
+        return moe(*inputs, *self.weights, activations=FP8_BLOCK, ep=self.ep)
+
+
+def check_two_layers(rank: Rank, calls: int, tokens: int) -> str:
+    """Two layers on two streams at once, in one order on even ranks and in the other on odd ones, delayed at random.
+
+    What waits for a rank has to leave room for what that rank waits for.
+    """
+    both = [_Layer(rank, tokens) for _ in range(2)]
+    wanted = [[p.layer(inputs) for inputs in p.inputs] for p in both]
+    streams: list[Any] = [torch.cuda.Stream() if rank.device.type == "cuda" else None for _ in both]
+    wrong = torch.zeros(2, dtype=torch.int64, device=rank.device)
+    late = random.Random(rank.rank)
+    _synchronize(rank)
+    for i in range(calls):
+        for j in (0, 1) if rank.rank % 2 == 0 or rank.device.type == "cpu" else (1, 0):
+            with torch.cuda.stream(streams[j]):
+                if streams[j] is not None and late.random() < 0.2:
+                    torch.cuda._sleep(late.randrange(200_000))
+                wrong[j] += _differences(both[j].layer(both[j].inputs[i % 2]), wanted[j][i % 2])
+        if i % 100 == 99:
+            _synchronize(rank)  # no more than so many calls ahead
+    _synchronize(rank)
+    for p in both:
+        p.ep.check()
+    assert wrong.tolist() == [0, 0], f"{wrong.tolist()} values differ"
+    return f"{calls} calls of each, {tokens} tokens"
+
+
+def _synchronize(rank: Rank) -> None:
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize(rank.device)
 
 
 def check_dead_rank(rank: Rank, timeout: float) -> str:
