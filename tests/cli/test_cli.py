@@ -149,6 +149,8 @@ def test_a_figure_that_cannot_be_drawn_is_refused_first(main, recorded, tmp_path
         "train-demo --ranks 2 --seeds 1",
         "verify --ranks 2 --against-cudnn",
         "verify --ranks 2 --workers 1",
+        "verify --ranks 2 --no-sanitizer",
+        "verify --against-cudnn --no-sanitizer",
         "verify --against-cudnn --against-emulator",
         "fuzz --repeat gemm(m=1) --seed 0",
         "fuzz --repeat gemm(m=1) --call gemm",
