@@ -167,9 +167,9 @@ def verify(
     ] = None,
 ) -> None:
     """Run every check that needs a GPU, compute-sanitizer included, and record the result."""
-    unused = {"--against-emulator": against_emulator, "--no-sanitizer": not sanitizer}
+    unused: dict[str, object] = {"--against-emulator": against_emulator, "--no-sanitizer": not sanitizer}
     check_alone("--against-cudnn", against_cudnn, unused)
-    check_alone("--ranks", ranks is not None, {"--against-cudnn": against_cudnn, "--workers": workers} | unused)
+    check_alone("--ranks", ranks is not None, {"--against-cudnn": against_cudnn, "--workers": workers, **unused})
     options: dict[str, Any] = {"out": out, "checks": checks or None}
     if ranks is not None:
         call("padless.verify.ranks", "run_verify_ranks", ranks=ranks, **options)

@@ -168,7 +168,7 @@ class _Layer(_Problems):
 
 
 def check_two_layers(rank: Rank, calls: int, tokens: int) -> str:
-    """Two layers on two streams at once, in one order on even ranks and in the other on odd ones, delayed at random.
+    """Two layers on two streams, in one order on even ranks and in the other on odd ones, delayed at random.
 
     What waits for a rank has to leave room for what that rank waits for.
     """
