@@ -2,8 +2,8 @@
 
 Tokens are drawn and sent to ranks as the exchange sends them, once for each rank; to another host once, and on from
 there over NVLink, as DeepEP does; sums come back once a rank. The slowest rank decides. Rates are those measured on two
-and on four H200s: the link with both directions busy, and copies in memory. What is not
-modelled: contention inside of the NVLink switch and of the network, and skew between ranks.
+and on four H200s: the link with both directions busy, and copies in memory. What is not modelled: contention inside of
+the NVLink switch and of the network, and skew between ranks.
 
 `predict_layer` has the experts' products and a training step too, by rates measured on one H200.
 """

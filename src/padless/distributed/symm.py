@@ -4,8 +4,8 @@ A dispatch is `publish` (quantize into the own buffer, ids and weights to all ra
 all signals, sort the slots, pull every token that has rows here and store it to all of them). A combine is
 `send_back` (sum a token's rows, store the sum at its origin, signal) and `finish` (wait, add the ranks' sums in
 order), or with sums of slots each row is stored at the origin and added there. No step waits for a later step of
-another rank, so on one device virtual ranks can run step by step, each step for all of them. With few slots each launch
-begins while the one ahead of it still runs, which it waits for first of all.
+another rank, so on one device virtual ranks can run step by step, each step for all of them. With few slots a launch
+may begin while the one ahead of it still runs, which it waits for first of all.
 """
 
 from __future__ import annotations

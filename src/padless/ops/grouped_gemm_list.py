@@ -114,8 +114,8 @@ def grouped_gemm_list(
 
 # Tables that CUDA graphs read, for as long as the process lives: less than a KiB for each problem. That the tensors of a
 # list are gone does not say that the graph is: those made in its pool go while it is captured, and it writes to their
-# memory at every replay. Operands that are freed may only cost results that nobody reads, but a table whose memory is
-# another's sends copies anywhere. What is known here is the stream, not the graph. Of a graph's end CUDA's user objects
+# memory at every replay. With freed operands only unused results are wrong, but a table whose memory is another's sends
+# copies anywhere. What is known here is the stream, not the graph. Of a graph's end CUDA's user objects
 # would tell, from a thread of the driver that may not call CUDA: more to get right than so few bytes are worth.
 _CAPTURED: dict[int, torch.Tensor] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -137,19 +138,7 @@ def check_host(rank: Rank, calls: int) -> str:
 
 def check_two_groups(rank: Rank, calls: int) -> str:
     """Two objects on two streams at once."""
-    both = [_Problems(rank, 200, 1024, 4, 16, 2) for _ in range(2)]
-    wanted = [[p.layer(inputs) for inputs in p.inputs] for p in both]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in both]
-    wrong = torch.zeros(2, dtype=torch.int64, device=rank.device)
-    torch.cuda.synchronize()  # calls of one object follow one another
-    for i in range(calls):
-        for j, (p, stream) in enumerate(zip(both, streams, strict=True)):
-            with torch.cuda.stream(stream):
-                wrong[j] += _differences(p.layer(p.inputs[i % 2]), wanted[j][i % 2])
-    torch.cuda.synchronize()
-    assert wrong.tolist() == [0, 0], f"{wrong.tolist()} values differ"
-    return f"{calls} calls of each"
+    return _on_two_streams(rank, [_Problems(rank, 200, 1024, 4, 16, 2) for _ in range(2)], calls)
 
 
 class _Layer(_Problems):
@@ -168,20 +157,23 @@ class _Layer(_Problems):
 
 
 def check_two_layers(rank: Rank, calls: int, tokens: int) -> str:
-    """Two layers on two streams, in one order on even ranks and in the other on odd ones, delayed at random.
+    """Two layers on two streams: what waits for a rank has to leave room for what that rank waits for."""
+    return f"{_on_two_streams(rank, [_Layer(rank, tokens) for _ in range(2)], calls)}, {tokens} tokens"
 
-    What waits for a rank has to leave room for what that rank waits for.
-    """
-    both = [_Layer(rank, tokens) for _ in range(2)]
+
+def _on_two_streams(rank: Rank, both: Sequence[_Problems], calls: int) -> str:
+    """Calls of both on two streams, in one order on even ranks and in the other on odd ones, delayed at random."""
+    on_gpu = rank.device.type == "cuda"  # on a CPU one after the other, in the order that all ranks have
     wanted = [[p.layer(inputs) for inputs in p.inputs] for p in both]
-    streams: list[Any] = [torch.cuda.Stream() if rank.device.type == "cuda" else None for _ in both]
+    streams = [torch.cuda.Stream() if on_gpu else None for _ in both]
     wrong = torch.zeros(2, dtype=torch.int64, device=rank.device)
     late = random.Random(rank.rank)
-    _synchronize(rank)
+    order = (1, 0) if on_gpu and rank.rank % 2 else (0, 1)
+    _synchronize(rank)  # calls of one object follow one another
     for i in range(calls):
-        for j in (0, 1) if rank.rank % 2 == 0 or rank.device.type == "cpu" else (1, 0):
+        for j in order:
             with torch.cuda.stream(streams[j]):
-                if streams[j] is not None and late.random() < 0.2:
+                if on_gpu and late.random() < 0.2:
                     torch.cuda._sleep(late.randrange(200_000))
                 wrong[j] += _differences(both[j].layer(both[j].inputs[i % 2]), wanted[j][i % 2])
         if i % 100 == 99:
@@ -190,7 +182,7 @@ def check_two_layers(rank: Rank, calls: int, tokens: int) -> str:
     for p in both:
         p.ep.check()
     assert wrong.tolist() == [0, 0], f"{wrong.tolist()} values differ"
-    return f"{calls} calls of each, {tokens} tokens"
+    return f"{calls} calls of each"
 
 
 def _synchronize(rank: Rank) -> None:
