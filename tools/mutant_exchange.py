@@ -168,7 +168,7 @@ def exchanging(
             ep_emulated.emulate(patch, [s.buffer for s in states], pair.kernel)
             steps(pair)
         (sender, (sends, *_), sent), (receiver, (receives, *_), received) = pair.held
-        text = together(sender.asm["ptx"], counts_read_strongly(receiver.asm["ptx"]))
+        text = together(sender.asm["ptx"], receiver.asm["ptx"])
         emulator = Emulator(text, name="pair.ptx", strict=False, ignore=COMPILERS_OWN)
         values = [sends, *values_of(sender, sent), receives, *values_of(receiver, received)]
         tensors = [x for x in (*sent, *received) if isinstance(x, torch.Tensor)] + [s.buffer for s in states]
@@ -180,15 +180,6 @@ def exchanging(
         return device.prepare(emulator, kernel, shape, [(value, 8) for value in values], tensors)()
 
     return call
-
-
-def counts_read_strongly(ptx: str) -> str:
-    """PTX whose 64-bit loads, of signals' cells and of addresses, race with no atomic operation.
-
-    A program that has waited reads the number of a cell while others still add 0 to it: a race by the letter of the
-    memory model, whose every order gives one number. Without this the kernel itself would be reported.
-    """
-    return ptx.replace("ld.global.b64", "ld.volatile.global.b64")
 
 
 def values_of(kernel: Any, arguments: list[Any]) -> list[Any]:

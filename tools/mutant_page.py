@@ -63,11 +63,6 @@ all stores was forgotten, and a rank could store over what another still read. H
 launch's start; five mutants of `finish` and of the `fan_in` behind it that survive otherwise are races then.
 Elsewhere the limit [stays](emulator_model.md#what-is-not), since it saves following operands.
 
-A program of `localize` or `receive_few` that has waited reads the count of tokens in a signal's cell by a weak load,
-while another program still polls that cell by atomic additions of 0. By the letter of the memory model this is a race.
-The additions write the 64-bit value that is there, so every order of the two gives the same count. Here those loads are
-made strong, since else the kernels themselves would be reported.
-
 | sender, receiver | mutants | judged | killed by a report | by an output | left | of those tried on one problem alone |
 |---|---|---|---|---|---|---|
 """

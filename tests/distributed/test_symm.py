@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import padless
+from padless.distributed.symm_state import FEW_SLOTS
 from padless.testing import exchange
 from support.interpreter import interpreted
 
@@ -93,58 +94,67 @@ def test_on_two_gpus() -> None:
 # --- machine code for Hopper, in the emulator ------------------------------------------------------------
 
 WAIT, LAST, SIGNAL = "sys.acquire.add", "sys.acq_rel.add", "sys.release.exch"  # a wait that ends early signals too
-ATOMICS = {
-    "publish": {LAST, SIGNAL},
-    "publish_ids": {LAST, SIGNAL},
-    "localize": {WAIT, SIGNAL},
-    "fan_out": {WAIT, SIGNAL},
-    "receive_few": {WAIT, SIGNAL},
-    "fan_out_gradients": {WAIT, SIGNAL},
-    "fan_in": {WAIT, LAST, SIGNAL},
-    "finish": {WAIT, LAST, SIGNAL},
-}
-OF_FEW_SLOTS = ATOMICS | {"fan_in": {LAST, SIGNAL}, "finish": {WAIT, SIGNAL}}
 
 
-def check_signals(kernels: dict[str, ep_emulated.EmulatedExchange], atomics: dict[str, set[str]] = ATOMICS) -> None:
-    """Scope, order and operation of every atomic. The emulator takes the system's scope for the device's."""
-    for name, kernel in kernels.items():
-        for compiled in kernel._compiled.values():
-            words = re.findall(r"\b(?:atom|red)\.(?:global\.)?(\w+\.\w+\.\w+)", compiled.asm["ptx"])
-            assert set(words) == atomics[name], name
+def signals(*, is_few: bool, polls: bool) -> dict[str, set[str]]:
+    """Of each kernel; few slots: there are two halves of sums, and none waits until others were read."""
+    waits, tells = {WAIT, SIGNAL} if polls else set[str](), {LAST, SIGNAL}
+    return {
+        "await_ranks": {WAIT, SIGNAL},
+        "publish": tells,
+        "publish_ids": tells,
+        "localize": waits,
+        "fan_out": waits,
+        "receive_few": waits,
+        "fan_out_gradients": waits,
+        "fan_in": tells if is_few else tells | waits,
+        "finish": waits if is_few else tells | waits,
+    }
 
 
-def test_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def atomics(kernel: ep_emulated.EmulatedExchange) -> set[str]:
+    """Scope, order and operation of the atomics. The emulator takes the system's scope for the device's."""
+    ptx = [compiled.asm["ptx"] for compiled in kernel._compiled.values()]
+    return {word for text in ptx for word in re.findall(r"\b(?:atom|red)\.(?:global\.)?(\w+\.\w+\.\w+)", text)}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=() if i in (0, 3) else pytest.mark.slow) for i, way in enumerate(ep_symm_cases.WAYS)],
+    ids=str,
+)
+def test_machine_code(way: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All kernels, as compiled, on two ranks: rows, sums, and no multiply-add where two roundings are defined."""
     p = exchange.draw([2, 1], 4, 256, 3, 1)
-    for few_slots, launches in (
-        (0, {"publish_ids": 2, "localize": 2, "fan_out": 4}),
-        (1024, {"receive_few": 2, "fan_out": 2}),
-    ):
-        ranks = ep_virtual.make(p, few_slots=few_slots)
-        with monkeypatch.context() as patch:
-            patch.setattr(launches_of_triton, "is_programmatic", lambda device: True)
-            kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
-            ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
-            ep_symm_cases.check_combine(p, ranks, few_slots, weighted=True)
-            ep_symm_cases.check_again(p, ranks, 1)
-            ep_symm_cases.check_no_error(ranks)
-        launches |= {"publish": 4, "fan_in": 2, "finish": 2}
-        assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
-        check_signals(kernels, OF_FEW_SLOTS if few_slots else ATOMICS)
-        for name in ("publish", "receive_few", "fan_in", "finish"):  # with few slots they begin ahead, and wait first
-            assert all(
-                ("griddepcontrol.wait" in c.asm["ptx"]) == bool(few_slots) for c in kernels[name]._compiled.values()
-            )
-    for name in ("receive_few", "finish"):  # and let nothing begin behind them before all ranks are there
-        for compiled in kernels[name]._compiled.values():
+    is_few, polls = (value > 0 for value in way.values())
+    ranks = ep_virtual.make(p, **way)
+    with monkeypatch.context() as patch:
+        patch.setattr(launches_of_triton, "is_programmatic", lambda device: True)
+        kernels = ep_emulated.emulate(patch, [s.buffer for s in ranks.states])
+        ep_symm_cases.check_dispatch(p, ranks, ranks.settings[0].row_format.format, ranks.dispatch(p))
+        ep_symm_cases.check_combine(p, ranks, 1, weighted=True)
+        ep_symm_cases.check_again(p, ranks, 1)
+        ep_symm_cases.check_no_error(ranks)
+    launches = {"publish": 4, "fan_in": 2, "finish": 2}
+    launches |= {"receive_few": 2, "fan_out": 2} if is_few else {"publish_ids": 2, "localize": 2, "fan_out": 4}
+    if not polls:
+        launches["await_ranks"] = 6 if is_few else 10  # with few slots neither for ids nor for sums that were read
+    assert {name: k.launches for name, k in kernels.items() if k.launches} == launches
+    wanted = signals(is_few=is_few, polls=polls)
+    for name in launches:
+        assert atomics(kernels[name]) == wanted[name], name
+    for name in ("await_ranks", "publish", "receive_few", "fan_in", "finish"):
+        for compiled in kernels[name]._compiled.values():  # they begin ahead, and wait first
+            assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (is_few or name != "publish"), name
+    for name in ("receive_few", "finish") if polls else ("await_ranks",):
+        for compiled in kernels[name]._compiled.values():  # and let nothing begin before all ranks are there
             ptx = compiled.asm["ptx"]
             assert 0 < ptx.rindex("sys.acquire.add") < ptx.index("griddepcontrol.launch_dependents"), name
     for name in ("fan_in", "finish"):
         assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels[name]._compiled.values())
 
 
-@pytest.mark.parametrize("few_slots", [0, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("few_slots", [0, pytest.param(FEW_SLOTS, marks=pytest.mark.slow)])
 def test_machine_code_of_sums_of_slots(few_slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two roundings where two are defined, at home as well."""
     p = exchange.draw([2, 1], 4, 256, 3, 1)
@@ -205,7 +215,7 @@ def test_machine_code_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         exchange.assert_rows(got, want, f"rank {r}")
     ep_symm_cases.check_no_error(ranks)
     assert kernels["fan_out_gradients"].launches == 2
-    check_signals(kernels)
+    assert atomics(kernels["fan_out_gradients"]) == {WAIT, SIGNAL}
     assert all("fma.rn.f32" not in c.asm["ptx"] for c in kernels["fan_out_gradients"]._compiled.values())
 
 

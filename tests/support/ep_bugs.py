@@ -55,6 +55,14 @@ BUGS = {
         "wrong_ids", (("publish", "tl.where(values < 0, -1, tl.minimum(values, num_experts)).to", "values.to"),)
     ),
     "the first program signals": Bug("two_ranks", (("cells", "== programs - 1", "== 0"),)),
+    "a rank that did not come was awaited": Bug("waits", (("cells", "+ COUNTER, there)", "+ COUNTER, 1)"),)),
+    "what was awaited is taken for something else": Bug(
+        "two_ranks",
+        (("cells", "there = tl.load(counters_ptr + AWAITED + COUNTER)", "there = tl.load(counters_ptr + AWAITED)"),),
+    ),
+    "the other half is awaited": Bug(
+        "two_ranks", (("cells", "half = (epoch % HALVES)", "half = ((epoch + 1) % HALVES)"),)
+    ),
     "an abort is not passed on": Bug(
         "waits",
         (("cells", "for peer in range(R):\n                there", "for peer in range(0):\n                there"),),
@@ -84,15 +92,9 @@ BUGS = {
         "halves", (("send_back", "ROWS: tl.constexpr = TOP_K if BY_SLOT else R", "ROWS: tl.constexpr = TOP_K"),)
     ),
     "values by slot past their half": Bug("halves", (("send_back", "first * TOP_K * 4,", "first * TOP_K * 8,"),)),
-    "as many tokens as the last rows by an earlier plan": Bug(
+    "ids of more tokens than there are stay": Bug(
         "two_ranks",
-        (
-            (
-                "receive_few",
-                "buffer_of(pointers_ptr, rank, cells)",
-                "buffer_of(pointers_ptr, rank, published + ids_half * R * 8)",
-            ),
-        ),
+        (("publish", "tl.store(ids + at, values, mask=at < table)", "tl.store(ids + at, values, mask=at < count)"),),
     ),
     "a rank that gave up says that its sums are there": Bug(
         "sums_after_a_timeout", (("send_back", "(there == 1) & (gave_up == 0)", "there == 1"),)
@@ -101,22 +103,27 @@ BUGS = {
         "sums_after_a_timeout", (("cells", "if abort != 0:", "if (abort != 0) & (missing != 0):"),)
     ),
     "the first rank alone is told": Bug("two_ranks", (("cells", "values, mask=peer < R,", "values, mask=peer < 1,"),)),
-    "equal experts in any order": Bug(
-        "two_ranks", (("receive_few", "(slot[None, :] < mine[:, None])", "(slot[None, :] > mine[:, None])"),)
+    "equal experts in any order": Bug("two_ranks", (("receive_few", "* SLOTS + slot", "* SLOTS - slot"),)),
+    "groups end where they begin": Bug("two_ranks", (("receive_few", "(group + 1) * SLOTS", "group * SLOTS"),)),
+    "the first groups alone have ends": Bug(
+        "two_ranks", (("receive_few", "R * max_tokens) * LANES", "R * max_tokens) * 0"),)
     ),
-    "rows of a rank that is not there, few": Bug("waits", (("receive_few", "* TOP_K * there", "* TOP_K"),)),
+    "all tokens are the first": Bug(
+        "two_ranks", (("receive_few", "* max_tokens + token) * record_bytes", "* max_tokens) * record_bytes"),)
+    ),
+    "rows of a rank that is not there, few": Bug("waits", (("receive_few", "R * table * there", "R * table"),)),
     "rows are not waited for": Bug(
         "waits_for_rows",
         (
             (
                 "receive",
-                "aborted, epoch, status_ptr, limit, R, CLOCK)\n    for pair",
-                "aborted, 0, status_ptr, limit, R, CLOCK)\n    for pair",
+                "aborted, epoch, status_ptr, limit, R, CLOCK, POLLS)\n    for pair",
+                "aborted, 0, status_ptr, limit, R, CLOCK, POLLS)\n    for pair",
             ),
         ),
     ),
     "row 0 is no row": Bug("three_ranks", (("receive", "if (row >= 0) &", "if (row > 0) &"),)),
-    "rows of a rank that is not there": Bug("waits", (("receive", "* TOP_K * there", "* TOP_K"),)),
+    "rows of a rank that is not there": Bug("waits", (("receive", "table * there", "table"),)),
     "gradients of the other half": Bug(
         "gradients_in_fp8", (("receive_gradients", "x_region + (half", "x_region + (0 * half"),)
     ),

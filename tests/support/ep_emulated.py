@@ -11,6 +11,7 @@ from padless.emulator import Emulator
 from support.emulated_triton import EmulatedKernel
 
 KERNELS = (
+    ("cells", "await_ranks"),
     ("publish", "publish"),
     ("publish", "publish_ids"),
     ("receive", "localize"),
@@ -44,14 +45,15 @@ def emulate(
     monkeypatch: Any, buffers: list[torch.Tensor], make: Callable[[Any], EmulatedExchange] = EmulatedExchange
 ) -> dict[str, EmulatedExchange]:
     """Every exchange kernel replaced by its emulated machine code; by name."""
-    from padless.distributed.triton import publish, receive, receive_few, receive_gradients, send_back
+    from padless.distributed.triton import cells, publish, receive, receive_few, receive_gradients, send_back
     from padless.quantization.triton import casts
 
     monkeypatch.setattr(casts, "casts_in_hardware", lambda device: True)
-    modules = {m.__name__.rpartition(".")[2]: m for m in (publish, receive, receive_few, receive_gradients, send_back)}
+    modules = (cells, publish, receive, receive_few, receive_gradients, send_back)
+    named = {m.__name__.rpartition(".")[2]: m for m in modules}
     kernels = {}
     for module, name in KERNELS:
-        kernels[name] = make(getattr(modules[module], name))
+        kernels[name] = make(getattr(named[module], name))
         kernels[name].buffers = buffers
-        monkeypatch.setattr(modules[module], name, kernels[name])
+        monkeypatch.setattr(named[module], name, kernels[name])
     return kernels

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 import padless
 from padless.distributed import symm
 from padless.distributed.placement import place
-from padless.distributed.symm import SymmBackend
-from padless.distributed.symm_state import allocate
+from padless.distributed.symm import MOST_POLLING, SymmBackend
+from padless.distributed.symm_state import FEW_SLOTS, allocate
 from padless.moe import twins
 from padless.testing import exchange
 from padless.testing.exchange import Problem, draw
@@ -27,14 +28,23 @@ CASES = Cases()
 case = CASES.add
 
 
-def both_ways(function: Callable[[str, int], None]) -> Callable[[str, int], None]:
-    """Add `function` to CASES, to be called for a receive in three launches and in one."""
+WAYS: tuple[dict[str, int], ...] = tuple(
+    {"few_slots": few_slots, "most_polling": most_polling}
+    for few_slots in (0, FEW_SLOTS)
+    for most_polling in (0, MOST_POLLING)
+)
 
-    def run_both(device: str) -> None:
-        for few_slots in (0, 1024):
-            function(device, few_slots)
 
-    CASES[function.__name__] = run_both
+def all_ways(function: Callable[..., None]) -> Callable[..., None]:
+    """Add `function` to CASES, to be called for a receive in several launches and in one, each of which waits for ranks
+    itself, and each behind one that does.
+    """
+
+    def run_all(device: str) -> None:
+        for way in WAYS:
+            function(device, way)
+
+    CASES[function.__name__] = run_all
     return function
 
 
@@ -113,9 +123,9 @@ def check_no_error(ranks: Ranks) -> None:
 @case
 def two_ranks(device: str) -> None:
     """FP8_BLOCK, three calls of everything, uneven tokens; several programs and one."""
-    for programs, few_slots in ((0, 0), (1, 0), (0, 1024)):
+    for programs, way in product((0, 1), WAYS):
         p = draw([5, 3], 4, 160, 3, 1)
-        ranks = make(p, device=device, programs=programs, few_slots=few_slots)
+        ranks = make(p, device=device, programs=programs, **way)
         for call in range(1 if programs else 3):
             p = draw([5 - call, 3 + call], 4, 160, 3, call)
             check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
@@ -129,20 +139,20 @@ def two_ranks(device: str) -> None:
 def three_ranks(device: str) -> None:
     """bfloat16; a rank without tokens, uneven experts."""
     p = draw([4, 0, 3], 5, 64, 2, 2, expert_map=[2, 0, 1, 2, 2])
-    for few_slots in (0, 1024):
-        ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=few_slots)
+    for way in WAYS:
+        ranks = make(p, fmt=torch.bfloat16, device=device, **way)
         check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
     check_combine(p, ranks, 1, weighted=False)
     check_combine(p, ranks, 2, weighted=True)
     check_no_error(ranks)
 
 
-@both_ways
-def sums_of_slots(device: str, few_slots: int) -> None:
+@all_ways
+def sums_of_slots(device: str, way: dict[str, int]) -> None:
     """Rows of slots summed at home: three calls that use the places again, types of sums, ranks without tokens."""
     for fmt, sizes, expert_map in ((padless.FP8_BLOCK, [5, 3], None), (torch.float32, [4, 0, 3], [2, 0, 1, 2, 2])):
         p = draw(sizes, 4 if expert_map is None else 5, 160, 3, 1, expert_map=expert_map)
-        ranks = make(p, fmt=fmt, device=device, few_slots=few_slots, sums="slots")
+        ranks = make(p, fmt=fmt, device=device, **way, sums="slots")
         for call, out_dtype in enumerate((torch.bfloat16, torch.float32, torch.float16)):
             p = draw([max(n - call, 0) for n in sizes], len(p.expert_map), 160, 3, call, expert_map=p.expert_map)
             check_dispatch(p, ranks, fmt, ranks.dispatch(p))
@@ -151,13 +161,13 @@ def sums_of_slots(device: str, few_slots: int) -> None:
         check_no_error(ranks)
 
 
-@both_ways
-def nothing_here(device: str, few_slots: int) -> None:
+@all_ways
+def nothing_here(device: str, way: dict[str, int]) -> None:
     """One slot a token and all rows on one rank, no tokens on another; gradients of an expanded value, of strides 0."""
     p = draw([4, 0, 3], 3, 64, 1, 6)
     for expert in (2, -1):
         p.ids = [torch.full_like(ids, expert) for ids in p.ids]
-        ranks = make(p, fmt=torch.bfloat16, device=device, few_slots=few_slots)
+        ranks = make(p, fmt=torch.bfloat16, device=device, **way)
         check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
         x = [torch.randn(()).to(torch.bfloat16).expand(t.shape) for t in p.tokens]
         other = Problem(x, p.ids, p.weights, p.expert_map)
@@ -167,15 +177,15 @@ def nothing_here(device: str, few_slots: int) -> None:
         check_no_error(ranks)
 
 
-@both_ways
-def one_rank(device: str, few_slots: int) -> None:
+@all_ways
+def one_rank(device: str, way: dict[str, int]) -> None:
     """A group of one, such as a mesh's dimension of one: memory of its own, without torch's symmetric memory."""
     p = draw([5], 4, 64, 2, 9)
-    ranks = make(p, device=device, few_slots=few_slots)
+    ranks = make(p, device=device, **way)
     settings, there = ranks.settings[0], torch.device(device)
     state = allocate(None, there, settings)  # type: ignore[arg-type]
     assert state.pointers.tolist() == [state.buffer.data_ptr()]
-    ranks.backends[0] = SymmBackend(state, settings, place(4, 1, 0, p.expert_map).to(there), 3, few_slots)
+    ranks.backends[0] = SymmBackend(state, settings, place(4, 1, 0, p.expert_map).to(there), 3, **way)
     for call in range(2):
         check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(p))
         check_combine(p, ranks, call, weighted=True)
@@ -246,13 +256,13 @@ def formats(device: str) -> None:
         check_no_error(ranks)
 
 
-@both_ways
-def one_rank_ahead(device: str, few_slots: int) -> None:
+@all_ways
+def one_rank_ahead(device: str, way: dict[str, int]) -> None:
     """A rank that has received publishes again, with other ids, before the other receives; one that has its sums sends
     others back, with few slots, before the other has its own.
     """
     first, second = draw([4, 4], 4, 64, 2, 5), draw([3, 4], 4, 64, 2, 6)
-    ranks = make(first, device=device, few_slots=few_slots)
+    ranks = make(first, device=device, **way)
     a, b = ranks.backends
 
     def given(p: Problem, r: int) -> list:
@@ -267,7 +277,7 @@ def one_rank_ahead(device: str, few_slots: int) -> None:
     for p, found in ((first, one), (second, two)):
         ranks.plans = [plan for _, plan in found]
         check_dispatch(p, ranks, padless.FP8_BLOCK, [rows for rows, _ in found])
-    if few_slots:
+    if way["few_slots"]:
         given = [
             (expert_outputs(second, ranks, s), [torch.randn(len(plan.prob)) for plan in ranks.plans]) for s in (1, 2)
         ]
@@ -298,13 +308,13 @@ def late(ranks: Ranks, rank: int) -> None:
                 backend.check()
 
 
-@both_ways
-def waits(device: str, few_slots: int) -> None:
+@all_ways
+def waits(device: str, way: dict[str, int]) -> None:
     """Each step that needs another rank's waits for it, gives up in the end and says for whom it waited."""
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
 
     def fresh() -> tuple[Ranks, list]:
-        ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=few_slots)
+        ranks = make(p, device=device, polls=5, timeout=0.05, **way)
         given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]
         return ranks, given
 
@@ -342,7 +352,7 @@ def waits(device: str, few_slots: int) -> None:
         ranks.backends[r].finish(ranks.plans[r], with_slots=False)
     ranks.backends[0].send_back(outputs[0], ranks.plans[0], None, None)  # rank 2 has not read the first sums
     synchronize(device)
-    if few_slots:  # it need not have: there are two halves, and who stores a third has waited for it
+    if way["few_slots"]:  # it need not have: there are two halves, and who stores a third has waited for it
         assert int(ranks.states[0].status[0]) == 0
         ranks.backends[1].send_back(outputs[1], ranks.plans[1], None, None)
         out, _ = ranks.backends[0].finish(ranks.plans[0], with_slots=False)
@@ -351,11 +361,11 @@ def waits(device: str, few_slots: int) -> None:
     assert int(ranks.states[0].status[0]) == 3
 
 
-@case
-def waits_for_rows(device: str) -> None:
+@all_ways
+def waits_for_rows(device: str, way: dict[str, int]) -> None:
     """Ids of all ranks are there and the rows of one are not."""
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
-    ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=0)
+    ranks = make(p, device=device, polls=5, timeout=0.05, **(way | {"few_slots": 0}))
     given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]
     ids = [b.publish_ids(*g[1:]) for b, g in zip(ranks.backends, given, strict=True)]
     for b, (tokens, _, _) in list(zip(ranks.backends, given, strict=True))[1:]:
@@ -367,12 +377,12 @@ def waits_for_rows(device: str) -> None:
     late(ranks, 0)
 
 
-@case
-def waits_for_gradients(device: str) -> None:
+@all_ways
+def waits_for_gradients(device: str, way: dict[str, int]) -> None:
     """Two ranks give a plan's gradients in FP8 and one does not."""
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
-    options = {"fmt": torch.bfloat16, "gradient_format": padless.FP8_BLOCK}
-    ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=0, **options)
+    options: dict[str, Any] = {"fmt": torch.bfloat16, "gradient_format": padless.FP8_BLOCK, **way}
+    ranks = make(p, device=device, polls=5, timeout=0.05, **options)
     ranks.dispatch(p)
     x = [t.to(device, torch.bfloat16) for t in p.tokens]
     for b, t in list(zip(ranks.backends, x, strict=True))[1:]:
@@ -413,13 +423,13 @@ def capacity_of_scales(device: str) -> None:
             assert every[columns:].isnan().all(), f"rank {r}: memory behind the scales"
 
 
-@both_ways
-def capacity(device: str, few_slots: int) -> None:
+@all_ways
+def capacity(device: str, way: dict[str, int]) -> None:
     """Rows that do not fit are counted and not stored; what lies behind the last row is not written."""
     p = draw([6, 5], 4, 64, 3, 8)
     needed = [len(exchange.slots_of(p, r)) for r in range(2)]
     for size in (needed[0] - 3, max(needed) + 5):
-        ranks = make(p, fmt=torch.bfloat16, capacity=size, device=device, few_slots=few_slots)
+        ranks = make(p, fmt=torch.bfloat16, capacity=size, device=device, **way)
         guards: list[GuardedOutput] = []
         original = SymmBackend._empty
 
@@ -452,13 +462,13 @@ def capacity(device: str, few_slots: int) -> None:
             ranks.backends[r].check()
 
 
-@both_ways
-def wrong_ids(device: str, few_slots: int) -> None:
+@all_ways
+def wrong_ids(device: str, way: dict[str, int]) -> None:
     """An id that is no expert counts as none and is said."""
     p = draw([3, 3], 4, 64, 2, 9)
     wrong = Problem(p.tokens, [ids.clone() for ids in p.ids], p.weights, p.expert_map)
     wrong.ids[1][2, 0], p.ids[1][2, 0] = 2**33, -1
-    ranks = make(p, device=device, few_slots=few_slots)
+    ranks = make(p, device=device, **way)
     check_dispatch(p, ranks, padless.FP8_BLOCK, ranks.dispatch(wrong))
     synchronize(device)
     for backend in ranks.backends:

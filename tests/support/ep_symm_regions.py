@@ -7,6 +7,7 @@ interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,19 @@ import pytest
 import torch
 
 import padless
-from padless.distributed.symm import SymmBackend
-from padless.distributed.symm_state import CELL, FEW_SLOTS, Layout, layout_of
+from padless.distributed.row_format import RowFormat
+from padless.distributed.symm import MOST_POLLING
+from padless.distributed.symm_state import CELL, FEW_SLOTS, FEW_TOKENS, HALVED_BYTES, Layout, layout_of
 from padless.testing.exchange import Problem, draw
-from support.ep_symm_cases import check_again, check_combine, check_dispatch, check_no_error, check_slots, synchronize
+from support.ep_symm_cases import (
+    WAYS,
+    check_again,
+    check_combine,
+    check_dispatch,
+    check_no_error,
+    check_slots,
+    synchronize,
+)
 from support.ep_virtual import Ranks, expert_outputs, make
 from support.interpreter import Cases, main
 
@@ -26,7 +36,7 @@ case = CASES.add
 
 GUARD = 4096  # bytes ahead of a buffer and behind it
 POISON = 0xA5
-REGIONS = [name for name in Layout.__dataclass_fields__ if name not in ("size", "record_bytes")]
+REGIONS = [name for name in Layout.__dataclass_fields__ if name not in ("size", "record_bytes", "halves")]
 
 
 class Guarded:
@@ -34,7 +44,7 @@ class Guarded:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.layout, s = ranks, ranks.states[0].layout, ranks.settings[0]
-        self.is_few = s.num_slots <= ranks.backends[0].few_slots
+        self.is_few = ranks.backends[0].is_few
         self.buffers = [
             torch.full((self.layout.size + 2 * GUARD,), POISON, dtype=torch.uint8, device=ranks.device)
             for _ in ranks.states
@@ -44,7 +54,7 @@ class Guarded:
         for state in ranks.states:
             state.pointers.copy_(torch.tensor([b.data_ptr() + GUARD for b in self.buffers]))
         table, many = s.max_tokens * s.top_k * 4, s.num_ranks
-        of_sums = 2 if self.is_few else 1
+        of_sums = self.layout.halves
         self.halves = {  # of each region: how many, and bytes of one
             "listed": (2, many * CELL),
             "published": (2, many * CELL),
@@ -79,15 +89,16 @@ class Guarded:
         assert not len(outside), f"{what}: byte {int(outside[0]) - GUARD} of {self.layout}, from {list(epochs)}"
 
 
-def variants() -> Iterator[tuple[int, list[int], int, str, Any]]:
-    """(few_slots, tokens of ranks, k, sums, format)"""
-    for few_slots in (FEW_SLOTS, 0):
-        yield few_slots, [3, 3], 3, "slots", torch.float32
-        yield few_slots, [2, 2, 2], 1, "slots", torch.bfloat16
-        yield few_slots, [2, 2, 2], 2, "ranks", padless.FP8_BLOCK
-        yield few_slots, [3, 1], 3, "ranks", torch.float32
-        yield few_slots, [2], 2, "slots", padless.FP8_BLOCK
-        yield few_slots, [1, 1], 1, "ranks", torch.bfloat16
+def variants() -> Iterator[tuple[int, int, list[int], int, str, Any]]:
+    """(few_slots, halved_bytes, tokens of ranks, k, sums, format)"""
+    for few_slots, halved_bytes in ((FEW_SLOTS, HALVED_BYTES), (FEW_SLOTS, 0), (0, HALVED_BYTES), (0, 0)):
+        yield few_slots, halved_bytes, [3, 3], 3, "slots", torch.float32
+        yield few_slots, halved_bytes, [2, 2, 2], 2, "ranks", padless.FP8_BLOCK
+        if bool(few_slots) == bool(halved_bytes):
+            yield few_slots, halved_bytes, [2, 2, 2], 1, "slots", torch.bfloat16
+            yield few_slots, halved_bytes, [3, 1], 3, "ranks", torch.float32
+            yield few_slots, halved_bytes, [2], 2, "slots", padless.FP8_BLOCK
+            yield few_slots, halved_bytes, [1, 1], 1, "ranks", torch.bfloat16
 
 
 @case
@@ -97,11 +108,17 @@ def halves(device: str) -> None:
         check_halves(device, *variant)
 
 
-def check_halves(device: str, few_slots: int, sizes: list[int], top_k: int, sums: str, fmt: Any) -> None:
-    experts, what = max(2 * len(sizes), top_k), f"{few_slots}, {sizes}, {top_k}, {sums}, {fmt}"
+def check_halves(
+    device: str, few_slots: int, halved_bytes: int, sizes: list[int], top_k: int, sums: str, fmt: Any
+) -> None:
+    experts = max(2 * len(sizes), top_k)
+    what = f"{few_slots}, {halved_bytes}, {sizes}, {top_k}, {sums}, {fmt}"
     p = draw(sizes, experts, 160, top_k, 5, distinct=True)
-    ranks = make(p, fmt=fmt, device=device, few_slots=few_slots, sums=sums, max_tokens=max(sizes))
+    options: dict[str, Any] = {"few_slots": few_slots, "halved_bytes": halved_bytes, "max_tokens": max(sizes)}
+    options["most_polling"] = MOST_POLLING if halved_bytes else 0
+    ranks = make(p, fmt=fmt, device=device, sums=sums, **options)
     guarded = Guarded(ranks)
+    assert (guarded.is_few, guarded.layout.halves) == (few_slots > 0, 2 if halved_bytes else 1)
     published = summed = 0
 
     def dispatch(p: Problem) -> None:
@@ -126,7 +143,7 @@ def check_halves(device: str, few_slots: int, sizes: list[int], top_k: int, sums
                     epochs |= {"listed": listed} | ({"scales": published} if fmt == padless.FP8_BLOCK else {})
                 guarded.check(f"{what}: dispatch", epochs, partial(dispatch, p))
             epochs = dict.fromkeys(("summed", "slots", "part"), summed)
-            if not guarded.is_few:
+            if guarded.layout.halves == 1:
                 epochs["finished"] = summed
             guarded.check(f"{what}: combine", epochs, partial(combine, p))
     check_no_error(ranks)
@@ -134,35 +151,39 @@ def check_halves(device: str, few_slots: int, sizes: list[int], top_k: int, sums
 
 @case
 def at_the_limit(device: str) -> None:
-    """1024 slots of all ranks are few and 1025 are not, and both are right; a larger few_slots changes nothing."""
-    for sizes, top_k, sums in (([9, 5, 16, 0], 16, "slots"), ([41, 3, 0, 9, 41], 5, "ranks")):
-        p = draw(sizes, 10, 32, top_k, 3)
-        most = max(sizes)
-        ranks = make(p, fmt=torch.bfloat16, device=device, max_tokens=most, sums=sums)
-        is_few = len(sizes) * most * top_k == 1024
-        assert ranks.settings[0].num_slots in (1024, 1025)
-        assert [b._halves for b in ranks.backends] == [2 if is_few else 1] * len(sizes)
-        other = SymmBackend(ranks.states[0], ranks.settings[0], ranks.backends[0]._placement, 3, 1 << 20)
-        assert (other._halves, other.few_slots) == (ranks.backends[0]._halves, FEW_SLOTS)
-        guarded = Guarded(ranks)
-        assert guarded.is_few == is_few
-        check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
-        if sums == "slots":
-            check_slots(p, ranks, 1, weighted=True, out_dtype=torch.bfloat16)
-        else:
+    """So many slots, and so many tokens, of all ranks are few, and with a token more they are not."""
+    for most, top_k, is_few in (
+        (FEW_SLOTS // 32, 16, True),
+        (FEW_SLOTS // 32 + 1, 16, False),
+        (FEW_TOKENS // 2, 2, True),
+        (FEW_TOKENS // 2 + 1, 2, False),
+    ):
+        p = draw([most, 5], 24, 32, top_k, 3)
+        ranks = make(p, fmt=torch.bfloat16, device=device, max_tokens=most)
+        assert [b.is_few for b in ranks.backends] == [is_few] * 2
+        if top_k == 16:
+            check_dispatch(p, ranks, torch.bfloat16, ranks.dispatch(p))
             check_combine(p, ranks, 1, weighted=True)
-        check_no_error(ranks)
+            check_no_error(ranks)
 
 
 @case
 def sizes_of_buffers(device: str) -> None:
-    """Regions of any settings hold all that is stored in them: those of few slots have two halves of sums."""
+    """Regions of any settings hold all that is stored in them, and sums of so many bytes have two halves."""
     for sizes, top_k in (([64, 64], 8), ([1024], 1), ([1], 16), ([41] * 5, 5), ([129] * 8, 1), ([128] * 8, 1)):
         for sums in ("ranks", "slots"):
             for fmt in (torch.bfloat16, torch.float32, padless.FP8_BLOCK, padless.NVFP4):
                 p = draw(sizes, len(sizes), 32, top_k, 1)
                 ranks = make(p, fmt=fmt, device=device, sums=sums)
                 assert layout_of(ranks.settings[-1]) == Guarded(ranks).layout
+    s = ranks.settings[0]  # of 8 ranks
+    for sums, most in (("ranks", 1024), ("slots", 8192)):
+        for further in (0, 8):
+            hidden = HALVED_BYTES // most // s.partial.itemsize // (1 if sums == "slots" else 8) + further
+            given = replace(
+                s, sums=sums, max_tokens=most, hidden=hidden, row_format=RowFormat(torch.bfloat16, hidden, "k")
+            )
+            assert layout_of(given).halves == (1 if further else 2), (sums, hidden)
 
 
 @case
@@ -171,8 +192,8 @@ def sums_after_a_timeout(device: str) -> None:
     them are there: sums are NaN at all ranks.
     """
     p = draw([3, 2, 2], 6, 64, 2, 7, distinct=True)
-    for few_slots in (0, FEW_SLOTS):
-        ranks = make(p, device=device, polls=5, timeout=0.05, few_slots=few_slots)
+    for way in WAYS:
+        ranks = make(p, device=device, polls=5, timeout=0.05, **way)
         ranks.dispatch(p)
         outputs = [o.to(device) for o in expert_outputs(p, ranks, 1)]
         given = [[t.to(device) for t in parts] for parts in zip(p.tokens, p.ids, p.weights, strict=True)]

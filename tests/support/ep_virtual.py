@@ -10,8 +10,8 @@ from padless.distributed.placement import place
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import RowFormat
 from padless.distributed.settings import Settings
-from padless.distributed.symm import SymmBackend
-from padless.distributed.symm_state import State, allocate_virtual
+from padless.distributed.symm import MOST_POLLING, SymmBackend
+from padless.distributed.symm_state import FEW_SLOTS, HALVED_BYTES, State, allocate_virtual
 from padless.formats import FP8_BLOCK
 from padless.testing import exchange
 from padless.testing.exchange import Problem
@@ -70,11 +70,15 @@ def make(
     programs: int = 0,
     polls: int = 3,
     timeout: float = 2.0,
-    few_slots: int = 1024,
+    few_slots: int = FEW_SLOTS,
+    halved_bytes: int | None = None,
+    most_polling: int = MOST_POLLING,
     gradient_format: object = None,
     sums: str = "ranks",
 ) -> Ranks:
-    """Ranks for a problem's sizes. capacity: None is for every slot."""
+    """Ranks for a problem's sizes. capacity: None is for every slot. halved_bytes: None is as by default where slots
+    may be few, and else 0.
+    """
     hidden, top_k, num_ranks = p.tokens[0].shape[1], p.ids[0].shape[1], p.num_ranks
     most = max_tokens or max(*(t.shape[0] for t in p.tokens), 1)
     major = scale_major or ("mn" if fmt == FP8_BLOCK else "k")
@@ -86,7 +90,9 @@ def make(
         )
         for rank in range(num_ranks)
     ]  # fmt: skip
-    states = allocate_virtual(settings, torch.device(device))
+    if halved_bytes is None:
+        halved_bytes = HALVED_BYTES if few_slots else 0
+    states = allocate_virtual(settings, torch.device(device), halved_bytes)
     backends = [
         SymmBackend(
             state,
@@ -94,6 +100,7 @@ def make(
             place(len(p.expert_map), num_ranks, s.rank, p.expert_map).to(torch.device(device)),
             polls,
             few_slots,
+            most_polling,
         )
         for state, s in zip(states, settings, strict=True)
     ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.distributed.symm_state import FEW_SLOTS
+from padless.distributed.symm_state import FEW_SLOTS, FEW_TOKENS, HALVED_BYTES
 
 SAMPLES = 20_000
 WEIGHTS_RATE = 1.06  # of a copy's, at which the products of few rows read weights
@@ -38,8 +38,10 @@ class Machine:
     memory: bytes read and written.
     products: of FP8, TFLOP/s of a large dense product.
     fixed_dispatch, fixed_combine: launches and signals, whatever the number of ranks, whose signals leave together.
-    fixed_sort, fixed_read: what more than `FEW_SLOTS` slots add, which are sorted before rows move, and whose last sums
-        must have been read before others are stored.
+    slot: of a dispatch, for each of up to `FEW_SLOTS` slots of all ranks. fixed_sort: what more of them, or more than
+        `FEW_TOKENS` tokens, add in their place, which are sorted before rows move.
+    fixed_read: what more than `HALVED_BYTES` of sums add, of which the last must have been read before others are
+        stored.
     unhidden_sum: share of reading rows again for the sum that takes time on top of the transfer.
     """
 
@@ -50,8 +52,9 @@ class Machine:
     memory: float = 4200.0
     products: float = 1460.0
     ranks_per_host: int = 8
-    fixed_dispatch: float = 16.0
-    fixed_sort: float = 10.5
+    fixed_dispatch: float = 14.2
+    slot: float = 0.0012
+    fixed_sort: float = 11.0
     fixed_combine: float = 13.6
     fixed_read: float = 5.7
     unhidden_sum: float = 0.05
@@ -134,7 +137,10 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
     forwarded = (e.ranks - len(to_host)) * most  # all but what comes from the same place on each host
     entering = (len(to_host) - 1) * float(to_host.max()) * e.tokens
     pull = m.pull * e.row_bytes / (e.row_bytes + m.pull_bytes)
-    sort, read_before = (m.fixed_sort, m.fixed_read) if e.ranks * e.tokens * e.top_k > FEW_SLOTS else (0.0, 0.0)
+    tokens = e.ranks * e.tokens
+    is_few = tokens <= FEW_TOKENS and tokens * e.top_k <= FEW_SLOTS
+    sort = tokens * e.top_k * m.slot if is_few else m.fixed_sort
+    read_before = m.fixed_read if tokens * 2 * e.hidden > HALVED_BYTES else 0.0
     quantize = e.tokens * (2 * e.hidden + e.row_bytes) / m.memory * 1e-3
     copies = float(share.sum())
     last_sum = e.tokens * (copies + 1) * 2 * e.hidden / m.memory * 1e-3

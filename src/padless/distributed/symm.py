@@ -19,16 +19,19 @@ from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan, Sorted, sort_slots
 from padless.distributed.row_format import RowFormat, Rows, as_bytes
 from padless.distributed.settings import Settings
-from padless.distributed.symm_state import FEW_SLOTS, LATE, OVERFLOW, WRONG_ID, State
+from padless.distributed.symm_state import FEW_SLOTS, FEW_TOKENS, IDS, LATE, OVERFLOW, ROWS, SUMS, WRONG_ID, State
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels import ahead
 from padless.layouts import empty_mn_major
 
 PROGRAMS_PER_SM = 8
+WARPS = 4  # of a program
 SHARE_OF_PUBLISH = 3 / 8  # of these programs, so that there is room for the concurrent sort
 SHARE_OF_FINISH = 2
+MOST_POLLING = 2112  # warps of a launch that wait for ranks: on an H200 a quarter, which leaves room for other streams
 LOCALIZE_BLOCK = 1024
 IDS_AT_ONCE = 1024  # of `publish_ids`
+SLOTS_OF_FOUR_WARPS = 2048  # of `receive_few`
 COLUMNS = 1024  # of a row that a program sums together
 ITEMS_OF_TWO_WARPS = 32  # of them that a program has at least where two warps sum faster than four
 VIRTUAL_PROGRAMS = 3
@@ -47,16 +50,18 @@ class SymmBackend:
         placement: Placement,
         polls: int = VIRTUAL_POLLS,
         few_slots: int = FEW_SLOTS,
+        most_polling: int = MOST_POLLING,
     ) -> None:
-        """polls: how often to look for a rank where there is no clock. few_slots: at most `FEW_SLOTS`, up to which a
-        state has two halves of sums.
+        """polls: how often to look for a rank where there is no clock. few_slots: up to which a dispatch is two
+        launches, if it has few tokens as well. most_polling: warps of a launch that wait for ranks
+        themselves.
         """
-        self.few_slots = min(few_slots, FEW_SLOTS)
-        self._is_few = settings.num_slots <= self.few_slots
+        self.is_few = settings.num_slots <= few_slots and settings.num_ranks * settings.max_tokens <= FEW_TOKENS
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"
         self._limit = int(settings.timeout * 1e9) if on_gpu else polls
+        self._most_polling = most_polling
         self._programs = settings.programs
         if not self._programs and on_gpu:
             sms = torch.cuda.get_device_properties(self._device).multi_processor_count
@@ -79,7 +84,7 @@ class SymmBackend:
         assert tokens is not None
         assert ids is not None
         assert weights is not None
-        if self._is_few or self._side is None:
+        if self.is_few or self._side is None:
             return self.receive(self.publish(tokens, ids, weights, global_scale), global_scale)
         main = torch.cuda.current_stream(self._device)
         self._side.wait_stream(main)
@@ -87,6 +92,7 @@ class SymmBackend:
             kept_ids = self.publish_ids(ids, weights)
             found = self.sort()
         self.publish_rows(tokens, global_scale)
+        self.wait_for_rows()
         main.wait_stream(self._side)
         return self.fan_out(kept_ids, found, global_scale)
 
@@ -133,7 +139,7 @@ class SymmBackend:
         self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, global_scale: torch.Tensor | None
     ) -> torch.Tensor:
         """Quantizes and publishes tokens; the plan's copy of ids (T, k) int32."""
-        if not self._is_few:
+        if not self.is_few:
             kept_ids = self.publish_ids(ids, weights)
             self.publish_rows(tokens, global_scale)
             return kept_ids
@@ -148,10 +154,10 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         kept_ids = self._empty(*ids.shape, dtype=torch.int32)
         self._launch(
-            publish.publish_ids, self._grid(s.num_ranks * ceil_div(max(ids.numel(), 1), IDS_AT_ONCE)),
+            publish.publish_ids, self._grid(s.num_ranks * ceil_div(s.max_tokens * s.top_k, IDS_AT_ONCE)),
             state.pointers, state.counters, ids.contiguous(), weights.contiguous(), kept_ids,
             s.rank, ids.shape[0], s.num_experts, s.max_tokens * s.top_k, layout.listed, layout.ids, layout.weights,
-            R=s.num_ranks, TOP_K=s.top_k, num_warps=4,
+            R=s.num_ranks, TOP_K=s.top_k, num_warps=WARPS,
         )  # fmt: skip
         return kept_ids
 
@@ -169,9 +175,11 @@ class SymmBackend:
         self, kept_ids: torch.Tensor, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
         """Rows and plan of what all ranks have published."""
-        if self._is_few:
+        if self.is_few:
             return self._receive_few(kept_ids, global_scale)
-        return self.fan_out(kept_ids, self.sort(), global_scale)
+        found = self.sort()
+        self.wait_for_rows()
+        return self.fan_out(kept_ids, found, global_scale)
 
     def sort(self) -> Sorted:
         """Waits for all ranks and sorts their slots by local expert."""
@@ -180,19 +188,24 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         table = s.max_tokens * s.top_k
         locals_ = self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32)
-        pieces = s.num_ranks * ceil_div(table, LOCALIZE_BLOCK)
+        programs = self._grid(s.num_ranks * ceil_div(table, LOCALIZE_BLOCK))
+        polls = self._wait(programs, WARPS, layout.listed, IDS)
         self._launch(
-            receive.localize, self._grid(pieces),
+            receive.localize, programs,
             state.pointers, state.counters, state.status, self._placement.local_index, locals_,
             s.rank, s.num_experts, table, layout.listed, layout.aborted, layout.ids, self._limit,
-            R=s.num_ranks, TOP_K=s.top_k, CLOCK=self._has_clock, BLOCK=LOCALIZE_BLOCK, num_warps=4,
+            R=s.num_ranks, CLOCK=self._has_clock, POLLS=polls, BLOCK=LOCALIZE_BLOCK, num_warps=WARPS,
         )  # fmt: skip
         return sort_slots(locals_, len(self._placement.local_experts))
+
+    def wait_for_rows(self) -> None:
+        """Waits for what all ranks publish, unless the launch that moves it does."""
+        self._wait(self._programs_of_rows, WARPS, self._state.layout.published, ROWS)
 
     def fan_out(
         self, kept_ids: torch.Tensor, found: Sorted, global_scale: torch.Tensor | None
     ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
-        """Rows and plan of sorted slots."""
+        """Rows and plan of sorted slots, after `wait_for_rows`."""
         plan = self._empty_plan(kept_ids, found.inverse)
         return self._fan_out(self._settings.row_format, plan, found, global_scale), plan
 
@@ -205,20 +218,25 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         plan = self._empty_plan(kept_ids, self._empty(s.num_ranks * s.max_tokens, s.top_k, dtype=torch.int32))
         rows = self._empty_rows(s.row_format, plan.prob.shape[0])
+        lanes, slots = max(power_of_2(s.top_k), 4), max(power_of_2(s.num_slots), 128)
+        programs = s.num_ranks * s.max_tokens + max(ceil_div(len(plan.offs), lanes), 1)
+        warps = 8 if slots > SLOTS_OF_FOUR_WARPS else 4
+        polls = self._wait(programs, warps, layout.published, ROWS)
         self._launch(
-            receive_few.receive_few, s.num_ranks * s.max_tokens,
+            receive_few.receive_few, programs,
             state.pointers, state.counters, state.status, self._placement.local_index, plan.inverse, plan.offs,
             plan.overflow, plan.prob, rows.data, rows.integers,
             s.rank, s.num_experts, len(plan.offs), s.max_tokens, plan.prob.shape[0], *rows.scale_strides,
             layout.published, layout.aborted, layout.ids, layout.weights, layout.x, layout.record_bytes, self._limit,
             R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=s.row_format.code_bytes, SCALES=s.row_format.scale_columns,
-            SCALE_BYTES=s.row_format.scale_itemsize, GROUPS=self._groups, SLOTS=max(power_of_2(s.num_slots), 128),
-            CLOCK=self._has_clock, **self._how(), num_warps=4,
+            SCALE_BYTES=s.row_format.scale_itemsize, LANES=lanes, SLOTS=slots, CLOCK=self._has_clock,
+            POLLS=polls, **self._how(), num_warps=warps,
         )  # fmt: skip
         return rows.tensor(s.row_format, global_scale), plan
 
     def receive_again(self, x: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:
         """Rows of what all ranks have published again, by an earlier plan."""
+        self.wait_for_rows()
         row_format = self._settings.gradient_rows(x)
         if not row_format.is_plain:
             return self._fan_out_gradients(plan)
@@ -236,15 +254,18 @@ class SymmBackend:
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         items = s.num_ranks * s.max_tokens * ceil_div(s.hidden, COLUMNS)
         warps = 2 if items > ITEMS_OF_TWO_WARPS * self._programs else 4
+        programs = self._grid(items)
+        polls = layout.halves == 2 or self._wait(programs, warps, layout.finished, SUMS, halves=1)
         self._launch(
-            send_back.fan_in, self._grid(items),
+            send_back.fan_in, programs,
             state.pointers, state.counters, state.status, plan.inverse, rows,
             None if s.sums == "slots" else prob, dprob,
             s.rank, s.max_tokens, plan.prob.shape[0], rows.stride(0),
             layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
             R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-            BY_SLOT=s.sums == "slots", HALVES=self._halves, CLOCK=self._has_clock, BLOCK=COLUMNS,
-            **self._how(early=ahead.current() is not None), num_warps=warps, enable_fp_fusion=False,
+            BY_SLOT=s.sums == "slots", HALVES=layout.halves, CLOCK=self._has_clock,
+            POLLS=polls, BLOCK=COLUMNS, **self._how(early=not polls or ahead.current() is not None),
+            num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
 
     def finish(
@@ -271,14 +292,16 @@ class SymmBackend:
         if shared is not None and shared.stride(1) != 1:
             shared = shared.contiguous()
         slots = self._empty(tokens, s.top_k, dtype=torch.float32) if with_slots else None
+        programs = self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH)
+        polls = self._wait(programs, WARPS, layout.summed, SUMS, halves=layout.halves)
         self._launch(
-            send_back.finish, self._grid(tokens * ceil_div(s.hidden, COLUMNS), SHARE_OF_FINISH),
+            send_back.finish, programs,
             state.pointers, state.counters, state.status, plan.ids, self._placement.rank_of, weights, shared,
             out, slots, s.rank, tokens, s.max_tokens, s.num_experts, 0 if shared is None else shared.stride(0),
             layout.summed, layout.finished, layout.aborted, layout.slots, layout.part, self._limit,
             R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, PART=self._part, PART_BYTES=s.partial.itemsize,
-            OUT=DTYPES[dtype], BY_SLOT=by_slot, HALVES=self._halves, CLOCK=self._has_clock, BLOCK=COLUMNS,
-            **self._how(), num_warps=4, enable_fp_fusion=False,
+            OUT=DTYPES[dtype], BY_SLOT=by_slot, HALVES=layout.halves, CLOCK=self._has_clock,
+            POLLS=polls, BLOCK=COLUMNS, **self._how(), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         return out, slots
 
@@ -323,7 +346,8 @@ class SymmBackend:
             R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, QUANTIZE=quantizes, LIFT=row_format.lift,
             PUSH_SCALES=quantizes and ids is None and row_format.placed_columns > 0,
             CODE_BYTES=row_format.code_bytes, SCALE_BYTES=scale_bytes,
-            HARDWARE_CAST=casts.casts_in_hardware(self._device), **self._how(), num_warps=4,
+            HARDWARE_CAST=casts.casts_in_hardware(self._device), num_warps=WARPS,
+            **(self._how() if self.is_few else {"PROGRAMMATIC": 0}),
         )  # fmt: skip
 
     def _fan_out(
@@ -337,14 +361,15 @@ class SymmBackend:
         placed = row_format.placed_columns
         all_offs, tokens = (None, None) if found is None else (found.offs, found.tokens)
         self._launch(
-            receive.fan_out, self._grid(s.num_ranks * s.max_tokens),
+            receive.fan_out, self._programs_of_rows,
             state.pointers, state.counters, state.status, plan.inverse, all_offs, plan.offs,
             plan.overflow, plan.prob, rows.data, rows.integers, tokens if placed else None,
             s.rank, s.max_tokens, plan.prob.shape[0], len(plan.offs), *rows.scale_strides,
             layout.published, layout.aborted, layout.weights, layout.scales, layout.x, layout.record_bytes,
             self._limit, R=s.num_ranks, TOP_K=s.top_k, CODE_BYTES=row_format.code_bytes,
             SCALES=0 if placed else row_format.scale_columns, PLACED=placed,
-            SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock, num_warps=4,
+            SCALE_BYTES=row_format.scale_itemsize, GROUPS=self._groups, CLOCK=self._has_clock,
+            POLLS=self._polls(self._programs_of_rows), num_warps=WARPS,
         )  # fmt: skip
         return rows.tensor(row_format, global_scale)
 
@@ -355,13 +380,31 @@ class SymmBackend:
         s, state, layout = self._settings, self._state, self._state.layout
         rows = self._empty(plan.prob.shape[0], s.hidden, dtype=s.partial)
         self._launch(
-            fan_out_gradients, self._grid(s.num_ranks * s.max_tokens),
+            fan_out_gradients, self._programs_of_rows,
             state.pointers, state.counters, state.status, plan.inverse, rows,
             s.rank, s.max_tokens, len(rows), layout.published, layout.aborted, layout.x, layout.record_bytes,
             self._limit, R=s.num_ranks, TOP_K=s.top_k, H=s.hidden, OUT=self._part,
-            HARDWARE_CAST=casts.casts_in_hardware(self._device), CLOCK=self._has_clock, num_warps=4,
+            HARDWARE_CAST=casts.casts_in_hardware(self._device), CLOCK=self._has_clock,
+            POLLS=self._polls(self._programs_of_rows), num_warps=WARPS,
         )  # fmt: skip
         return rows
+
+    def _wait(self, programs: int, warps: int, cells: int, counter: int, *, halves: int = 2) -> bool:
+        """Whether so many programs wait for all ranks themselves; a launch of one that does goes ahead of more."""
+        from padless.distributed.triton.cells import await_ranks
+
+        s, state, layout = self._settings, self._state, self._state.layout
+        polls = self._polls(programs, warps)
+        if not polls:
+            self._launch(
+                await_ranks, 1,
+                state.pointers, state.counters, state.status, s.rank, cells, layout.aborted, self._limit,
+                R=s.num_ranks, COUNTER=counter, HALVES=halves, CLOCK=self._has_clock, **self._how(), num_warps=1,
+            )  # fmt: skip
+        return polls
+
+    def _polls(self, programs: int, warps: int = WARPS) -> bool:
+        return programs * warps <= self._most_polling
 
     def _empty_plan(self, kept_ids: torch.Tensor, inverse: torch.Tensor) -> ExpertPlan:
         capacity = int(self._settings.capacity)
@@ -384,8 +427,8 @@ class SymmBackend:
         return Rows(data, self._empty(capacity, columns, dtype=dtype))
 
     @property
-    def _halves(self) -> int:
-        return 2 if self._is_few else 1
+    def _programs_of_rows(self) -> int:
+        return self._grid(self._settings.num_ranks * self._settings.max_tokens)
 
     @property
     def _groups(self) -> int:
@@ -402,10 +445,10 @@ class SymmBackend:
             launch(kernel, programs)(*arguments, **options)
 
     def _how(self, *, early: bool = True) -> dict[str, int]:
-        """Options of a launch that, with few slots, may begin before the kernel ahead has ended."""
+        """Options of a launch that may begin before the kernel ahead has ended."""
         from padless.quantization.triton.launches import programmatic
 
-        return programmatic(self._device, early=early) if self._is_few else {"PROGRAMMATIC": 0}
+        return programmatic(self._device, early=early)
 
     @property
     def _has_clock(self) -> bool:

@@ -11,14 +11,18 @@ import torch.distributed as dist
 from padless.distributed.settings import Settings
 from padless.formats import round_up
 
-CELL = 8  # bytes: epoch << 32 | number
+CELL = 8  # bytes: an epoch
 HEADER_ALIGNMENT = 256
 MAX_RANKS = 64
-FEW_SLOTS = 1024  # of all ranks: up to here a dispatch is two launches, and a combine waits for no other to be read
+FEW_SLOTS = 4096  # of all ranks: up to here each program of a dispatch sorts them, in one launch that moves rows
+FEW_TOKENS = 1024  # of all ranks, of which each has a program
+HALVED_BYTES = 32 << 20  # of a combine's sums: up to here there are two halves, and none waits for others to be read
 
 # Words of `State.counters`, int32, device memory.
 # 0: rows published. 1: combines. 2 to 5: tickets of publish, fan_in, finish, publish_ids. 6: ids published.
-NUM_COUNTERS = 8
+# 8 + one of 0, 1 and 6: whether all ranks have come to it, as `await_ranks` found it.
+NUM_COUNTERS = 16
+ROWS, SUMS, IDS = 0, 1, 6
 
 # Words of `State.status`, int64, host memory that the device writes.
 LATE, OVERFLOW, WRONG_ID = 0, 1, 2
@@ -29,18 +33,19 @@ NUM_STATUS = 4
 class Layout:
     """Offsets in bytes of the buffer's regions, each from 256-byte boundaries.
 
-    listed: 2 x R cells {epoch, T}: ids and weights of a dispatch are there. By parity of the epoch, as a
-        fast rank may be one ahead. With few slots nothing is told before the rows.
-    published: 2 x R cells {epoch, T}: rows of a dispatch are there. A dispatch by an earlier plan has rows and
-        no ids, so that each has separate epochs.
-    summed: 2 x R cells {epoch, 0}: a rank's partial sums of a combine are there. finished: R cells: a rank has read its
-        partial sums, so that the next may be stored where there are no two halves of them. aborted: one cell, 1 + the
-        rank that did not answer.
-    ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank.
+    listed: 2 x R cells: ids and weights of a dispatch are there. By parity of the epoch, as a fast rank may be one
+        ahead. With few slots nothing is told before the rows.
+    published: 2 x R cells: rows of a dispatch are there. A dispatch by an earlier plan has rows and no ids, so that
+        each has separate epochs.
+    summed: 2 x R cells: a rank's partial sums of a combine are there. finished: R cells: a rank has read its partial
+        sums, so that the next may be stored where there are no two halves of them. aborted: one cell, 1 + the rank that
+        did not answer.
+    ids, weights: 2 x R x Tmax x k int32 and float32, by parity and source rank; ids past a rank's tokens are -1.
     scales: 2 x R x Tmax x scales of a token, by parity and source rank, where they are MN-major: else none.
     slots: Tmax x k float32: what a combine brings back by slot (gradients of weights).
     x: 2 x Tmax records, by parity. part: R x Tmax x H partial sums, by the rank that summed, or where sums are of slots
-        Tmax x k x H rows. With few slots both have two halves, by parity: a rank is at most one combine ahead.
+        Tmax x k x H rows. halves: of `slots` and `part`. With two, by parity, none waits until the last was read: a
+        rank is at most one combine ahead.
     """
 
     listed: int
@@ -56,13 +61,15 @@ class Layout:
     part: int
     size: int
     record_bytes: int
+    halves: int
 
 
-def layout_of(s: Settings) -> Layout:
+def layout_of(s: Settings, halved_bytes: int = HALVED_BYTES) -> Layout:
     """The layout for settings; records have room for rows as they are, too, which the backward pass sends."""
     record = max(s.row_format.record_bytes, s.hidden * s.partial.itemsize)
     table = s.max_tokens * s.top_k * 4
-    halves = 2 if s.num_slots <= FEW_SLOTS else 1
+    part = s.max_tokens * s.hidden * s.partial.itemsize * (s.top_k if s.sums == "slots" else s.num_ranks)
+    halves = 2 if part <= halved_bytes else 1
     sizes = {
         "listed": 2 * s.num_ranks * CELL,
         "published": 2 * s.num_ranks * CELL,
@@ -74,13 +81,13 @@ def layout_of(s: Settings) -> Layout:
         "scales": 2 * s.num_ranks * s.max_tokens * s.row_format.placed_columns * 4,
         "slots": halves * table,
         "x": 2 * s.max_tokens * record,
-        "part": halves * s.max_tokens * s.hidden * s.partial.itemsize * (s.top_k if s.sums == "slots" else s.num_ranks),
+        "part": halves * part,
     }
     offsets, end = {}, 0
     for name, size in sizes.items():
         offsets[name] = end
         end = round_up(end + size, HEADER_ALIGNMENT)
-    return Layout(**offsets, size=end, record_bytes=record)
+    return Layout(**offsets, size=end, record_bytes=record, halves=halves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,9 +130,9 @@ def allocate(group: dist.ProcessGroup, device: torch.device, s: Settings) -> Sta
     return state
 
 
-def allocate_virtual(settings: list[Settings], device: torch.device) -> list[State]:
+def allocate_virtual(settings: list[Settings], device: torch.device, halved_bytes: int = HALVED_BYTES) -> list[State]:
     """The states of R ranks that share a device: for running the kernels phase by phase, for all ranks in turn."""
-    layouts = [layout_of(s) for s in settings]
+    layouts = [layout_of(s, halved_bytes) for s in settings]
     buffers = [torch.zeros(layout.size, dtype=torch.uint8, device=device) for layout in layouts]
     pointers = [b.data_ptr() for b in buffers]
     return [_state(layout, buffer, pointers, buffers) for layout, buffer in zip(layouts, buffers, strict=True)]

@@ -27,9 +27,9 @@ def _push_ids(
     R: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """The share of this program of a grid in what all ranks are told: ids below 0 as -1, those from E on as E."""
+    """The share of this program of a grid in what all ranks are told: ids below 0, and past T, as -1, from E on as E."""
     count = T * TOP_K
-    pieces = tl.cdiv(count, 1024)
+    pieces = tl.cdiv(table, 1024)
     for piece in range(tl.program_id(0), pieces * R, tl.num_programs(0)):
         peer = (rank + 1 + piece % R) % R
         at = piece // R * 1024 + tl.arange(0, 1024)
@@ -38,7 +38,7 @@ def _push_ids(
         weights = buffer_of(pointers_ptr, peer, weights_region + first).to(tl.pointer_type(tl.float32))
         values = tl.load(ids_ptr + at, mask=at < count, other=-1)
         values = tl.where(values < 0, -1, tl.minimum(values, num_experts)).to(tl.int32)
-        tl.store(ids + at, values, mask=at < count)
+        tl.store(ids + at, values, mask=at < table)
         if peer == rank:
             tl.store(kept_ids_ptr + at, values, mask=at < count)
         prob = casts.to_float32(tl.load(weights_ptr + at, mask=at < count, other=0.0))
@@ -70,7 +70,7 @@ def publish_ids(
     )  # fmt: skip
     if is_last(counters_ptr + 5):
         tl.store(counters_ptr + 6, epoch)
-        signal(pointers_ptr, rank, listed + half * R * 8, (epoch.to(tl.int64) << 32) | T, R)
+        signal(pointers_ptr, rank, listed + half * R * 8, epoch, R)
 
 
 @triton.jit(do_not_specialize=["T", "rank"])
@@ -144,7 +144,7 @@ def publish(
         tl.store(counters_ptr, epoch)
         if ids_ptr is not None:
             tl.store(counters_ptr + 6, ids_epoch)
-        signal(pointers_ptr, rank, published + half * R * 8, (epoch.to(tl.int64) << 32) | T, R)
+        signal(pointers_ptr, rank, published + half * R * 8, epoch, R)
 
 
 @triton.jit

@@ -29,23 +29,21 @@ def localize(
     ids_region,
     limit,
     R: tl.constexpr,
-    TOP_K: tl.constexpr,
     CLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     epoch = tl.load(counters_ptr + 6)
     half = (epoch % 2).to(tl.int64)
     cells = listed + half * R * 8
-    there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
-    cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
+    there = wait(counters_ptr, 6, pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK, POLLS)
     ids = buffer_of(pointers_ptr, rank, ids_region + half * R * table * 4).to(tl.pointer_type(tl.int32))
     pieces = tl.cdiv(table, BLOCK)
     for piece in range(tl.program_id(0), pieces * R, tl.num_programs(0)):
         source = piece // pieces
         at = piece % pieces * BLOCK + tl.arange(0, BLOCK)
-        count = (tl.load(cell + source) & 0xFFFFFFFF).to(tl.int32) * TOP_K * there
         slot = source * table + at
-        values = tl.load(ids + slot, mask=at < count, other=-1)
+        values = tl.load(ids + slot, mask=at < table * there, other=-1)
         is_expert = (values >= 0) & (values < num_experts)
         local = tl.load(local_index_ptr + values, mask=is_expert, other=-1)
         tl.store(table_ptr + slot, local, mask=at < table)
@@ -88,6 +86,7 @@ def fan_out(
     PLACED: tl.constexpr,  # scales of a token that all ranks were given, or 0
     GROUPS: tl.constexpr,  # a power of two, at least Eloc
     CLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
 ):
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     pid = tl.program_id(0)
@@ -100,7 +99,7 @@ def fan_out(
         store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_experts, capacity)
     lane = tl.arange(0, SLOTS)
     cells = published + half * R * 8
-    there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+    there = wait(counters_ptr, 0, pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK, POLLS)
     for pair in range(pid, R * max_tokens * there, tl.num_programs(0)):
         source = (rank + 1 + pair % R) % R  # all links together, none by all ranks
         token = tl.cast(pair // R, tl.int64)
@@ -156,18 +155,18 @@ def store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_expert
 
 
 @triton.jit
-def load_record(record, CODE_BYTES: tl.constexpr, SCALES: tl.constexpr, SCALE_BYTES: tl.constexpr):
-    """(codes as 32-bit words, scales' bits) of a token at an address of any rank."""
+def load_record(record, CODE_BYTES: tl.constexpr, SCALES: tl.constexpr, SCALE_BYTES: tl.constexpr, wanted=True):
+    """(codes as 32-bit words, scales' bits) of a token at an address of any rank; nothing is read if not wanted."""
     word = tl.arange(0, triton.next_power_of_2(CODE_BYTES // 4))
     codes = tl.multiple_of(record.to(tl.pointer_type(tl.int32)), 16)
-    words = tl.load(codes + word, mask=word < CODE_BYTES // 4)
+    words = tl.load(codes + word, mask=(word < CODE_BYTES // 4) & wanted)
     if SCALES > 0:
         column = tl.arange(0, triton.next_power_of_2(SCALES))
         if SCALE_BYTES == 4:
             behind = (record + CODE_BYTES).to(tl.pointer_type(tl.int32))
         else:
             behind = (record + CODE_BYTES).to(tl.pointer_type(tl.uint8))
-        scales = tl.load(behind + column, mask=column < SCALES)
+        scales = tl.load(behind + column, mask=(column < SCALES) & wanted)
     else:
         scales = 0
     return words, scales

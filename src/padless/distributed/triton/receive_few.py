@@ -1,6 +1,7 @@
 """`receive_few`: what `localize`, the sort and `fan_out` do, in one launch, for few slots of all ranks.
 
-A program for each (rank, token): it compares the token's slots with all others, which gives their rows, and moves it.
+A program for each (rank, token), and for some groups each: it counts the slots that are sorted ahead of the token's,
+or of the groups' ends. That gives the rows, to which it moves the token.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,22 +11,21 @@ import triton
 import triton.language as tl
 
 from padless.distributed.triton.cells import buffer_of, wait
-from padless.distributed.triton.receive import load_record, store_offs, store_row
+from padless.distributed.triton.receive import load_record, store_row
 from padless.quantization.triton import launches
 
 
 @triton.jit
-def _keys(
-    ids_ptr, local_index_ptr, cell, slot, slots, table, there, num_experts, num_local_experts, TOP_K: tl.constexpr
-):
-    """(local expert of each slot, num_local_experts for none, one more past the last slot; whether an id is wrong)."""
-    source = slot // table
-    count = (tl.load(cell + source, mask=slot < slots, other=0) & 0xFFFFFFFF).to(tl.int32) * TOP_K * there
-    ids = tl.load(ids_ptr + slot, mask=(slot < slots) & (slot % table < count), other=-1)
-    is_expert = (ids >= 0) & (ids < num_experts)
-    local = tl.load(local_index_ptr + ids, mask=is_expert, other=-1)
-    keys = tl.where(local >= 0, local, num_local_experts)
-    return tl.where(slot < slots, keys, num_local_experts + 1), ids >= num_experts
+def _ids(ids_ptr, slot, slots):
+    """Ids of slots, -1 past the last one."""
+    return tl.load(ids_ptr + slot, mask=slot < slots, other=-1)
+
+
+@triton.jit
+def _places(local_index_ptr, ids, slot, num_experts, num_local_experts, SLOTS: tl.constexpr):
+    """What slots are sorted by: their local expert, num_local_experts for none, and then the slot."""
+    local = tl.load(local_index_ptr + ids, mask=(ids >= 0) & (ids < num_experts), other=-1)
+    return tl.where(local >= 0, local, num_local_experts) * SLOTS + slot
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "capacity", "scale_stride_m", "scale_stride_k"])
@@ -59,50 +59,52 @@ def receive_few(
     CODE_BYTES: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    GROUPS: tl.constexpr,  # a power of two, at least Eloc
+    LANES: tl.constexpr,  # a power of two, at least k: groups of a program that has no token
     SLOTS: tl.constexpr,  # a power of two, at least R * Tmax * k
     CLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
     launches.wait(PROGRAMMATIC)
-    LANES: tl.constexpr = triton.next_power_of_2(TOP_K)
     pid = tl.program_id(0)
     epoch = tl.load(counters_ptr)
     half = (epoch % 2).to(tl.int64)
     ids_half = (tl.load(counters_ptr + 6) % 2).to(tl.int64)
     cells = published + half * R * 8
-    there = wait(pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK)
+    there = wait(counters_ptr, 0, pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK, POLLS)
     launches.release(PROGRAMMATIC)  # not before: what begins next holds its place on the GPU while this waits
-    cell = buffer_of(pointers_ptr, rank, cells).to(tl.pointer_type(tl.int64))
     table = max_tokens * TOP_K
-    slots = R * table
-    first = ids_half * slots * 4
-    ids = buffer_of(pointers_ptr, rank, ids_region + first).to(tl.pointer_type(tl.int32))
-    slot = tl.arange(0, SLOTS)
-    keys, are_wrong = _keys(
-        ids, local_index_ptr, cell, slot, slots, table, there, num_experts, num_local_experts, TOP_K
-    )
-    if pid == 0:
-        wrong = tl.max(tl.where(are_wrong, slot // table + 1, 0), axis=0)
-        if wrong > 0:
-            tl.store(status_ptr + 2, wrong.to(tl.int64))
-        group = tl.arange(0, GROUPS)
-        ends = tl.sum((keys[None, :] <= group[:, None]).to(tl.int32), axis=1)
-        store_offs(offs_ptr, overflow_ptr, status_ptr, group, ends, num_local_experts, capacity)
+    slots = R * table * there
+    first = ids_half * R * table * 4
+    ids_ptr = buffer_of(pointers_ptr, rank, ids_region + first).to(tl.pointer_type(tl.int32))
+    lane = tl.arange(0, LANES)
     source = (rank + 1 + pid % R) % R  # all links together, none by all ranks
     token = pid // R
-    lane = tl.arange(0, LANES)
     mine = (source * max_tokens + token) * TOP_K + lane
-    past = tl.where(lane < TOP_K, mine, slots)
-    my_keys, _ = _keys(ids, local_index_ptr, cell, past, slots, table, there, num_experts, num_local_experts, TOP_K)
-    earlier = (keys[None, :] == my_keys[:, None]) & (slot[None, :] < mine[:, None])
-    rows = tl.sum(((keys[None, :] < my_keys[:, None]) | earlier).to(tl.int32), axis=1)
-    is_here = my_keys < num_local_experts
-    tl.store(inverse_ptr + mine, tl.where(is_here, rows, -1 - rows), mask=lane < TOP_K)
-    kept = is_here & (rows < capacity)
-    if tl.max(kept.to(tl.int32), axis=0) > 0:
-        record = buffer_of(pointers_ptr, source, x_region + (half * max_tokens + token) * record_bytes)
-        words, scales = load_record(record, CODE_BYTES, SCALES, SCALE_BYTES)
+    has_token = (token < max_tokens) & (lane < TOP_K)
+    ids = _ids(ids_ptr, mine, tl.where(has_token, slots, 0))
+    place = _places(local_index_ptr, ids, mine, num_experts, num_local_experts, SLOTS)
+    is_here = place < num_local_experts * SLOTS
+    if tl.max((ids >= num_experts).to(tl.int32), axis=0) > 0:
+        tl.store(status_ptr + 2, 1 + source.to(tl.int64))
+    record = buffer_of(pointers_ptr, source, x_region + (half * max_tokens + token) * record_bytes)
+    moves = tl.max((has_token & is_here).to(tl.int32), axis=0) > 0
+    words, scales = load_record(record, CODE_BYTES, SCALES, SCALE_BYTES, moves)  # on its way while slots are counted
+    group = (pid - R * max_tokens) * LANES + lane
+    is_group = (group >= 0) & (group < num_local_experts)
+    before = tl.where(is_group, (group + 1) * SLOTS, place)
+    slot = tl.arange(0, SLOTS)
+    every = _places(local_index_ptr, _ids(ids_ptr, slot, slots), slot, num_experts, num_local_experts, SLOTS)
+    rows = tl.sum((every[None, :] < before[:, None]).to(tl.int32), axis=1)
+    tl.store(offs_ptr + group, tl.minimum(rows, capacity), mask=is_group)
+    if pid == tl.num_programs(0) - 1:
+        over = tl.maximum(tl.max(tl.where(is_group, rows, 0), axis=0) - capacity, 0)
+        tl.store(overflow_ptr, over)
+        if over > 0:
+            tl.store(status_ptr + 1, over.to(tl.int64))
+    tl.store(inverse_ptr + mine, tl.where(is_here, rows, -1 - rows), mask=has_token)
+    kept = has_token & is_here & (rows < capacity)
+    if moves:
         weights = buffer_of(pointers_ptr, rank, weights_region + first).to(tl.pointer_type(tl.float32))
         tl.store(prob_ptr + rows, tl.load(weights + mine, mask=kept), mask=kept)
         for j in tl.static_range(TOP_K):

@@ -31,6 +31,7 @@ def fan_out_gradients(
     OUT: tl.constexpr,  # dtype of rows
     HARDWARE_CAST: tl.constexpr,
     CLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
 ):
     SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
     COLUMNS: tl.constexpr = (H + 127) // 128
@@ -39,7 +40,8 @@ def fan_out_gradients(
     lane = tl.arange(0, SLOTS)
     block = tl.arange(0, triton.next_power_of_2(COLUMNS))
     column = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    there = wait(pointers_ptr, rank, published + half * R * 8, aborted, epoch, status_ptr, limit, R, CLOCK)
+    cells = published + half * R * 8
+    there = wait(counters_ptr, 0, pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK, POLLS)
     for pair in range(tl.program_id(0), R * max_tokens * there, tl.num_programs(0)):
         source = (rank + 1 + pair % R) % R  # all links together, none by all ranks
         token = tl.cast(pair // R, tl.int64)

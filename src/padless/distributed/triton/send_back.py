@@ -59,6 +59,7 @@ def fan_in(
     BY_SLOT: tl.constexpr,
     HALVES: tl.constexpr,  # of what is sent back, by parity of the epoch; with one it is not stored before it was read
     CLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
@@ -70,7 +71,9 @@ def fan_in(
     slots_region, part_region = _of_half(slots_region, part_region, half, max_tokens, R, TOP_K, H, PART_BYTES, BY_SLOT)
     there = 1
     if HALVES == 1:  # until all ranks have read what the combine before left in their buffers
-        there = wait(pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK)
+        there = wait(
+            counters_ptr, 1, pointers_ptr, rank, finished, aborted, epoch - 1, status_ptr, limit, R, CLOCK, POLLS
+        )
     # A rank that gave up in the dispatch has no rows, and must not say that their sums are there.
     gave_up = tl.load(buffer_of(pointers_ptr, rank, aborted).to(tl.pointer_type(tl.int64)), volatile=True)
     lane = tl.arange(0, SLOTS)
@@ -110,7 +113,7 @@ def fan_in(
     if is_last(counters_ptr + 3):
         tl.store(counters_ptr + 1, epoch)
         if (there == 1) & (gave_up == 0):
-            signal(pointers_ptr, rank, summed + half * R * 8, epoch.to(tl.int64) << 32, R)
+            signal(pointers_ptr, rank, summed + half * R * 8, epoch, R)
 
 
 @triton.jit(do_not_specialize=["rank", "limit", "T"])
@@ -144,6 +147,7 @@ def finish(
     BY_SLOT: tl.constexpr,
     HALVES: tl.constexpr,  # of what is sent back, by parity of the epoch; with one it is not stored before it was read
     CLOCK: tl.constexpr,
+    POLLS: tl.constexpr,
     BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr,
 ):
@@ -153,7 +157,8 @@ def finish(
     epoch = tl.load(counters_ptr + 1)
     half = (epoch % HALVES).to(tl.int64)
     slots_region, part_region = _of_half(slots_region, part_region, half, max_tokens, R, TOP_K, H, PART_BYTES, BY_SLOT)
-    there = wait(pointers_ptr, rank, summed + half * R * 8, aborted, epoch, status_ptr, limit, R, CLOCK)
+    cells = summed + half * R * 8
+    there = wait(counters_ptr, 1, pointers_ptr, rank, cells, aborted, epoch, status_ptr, limit, R, CLOCK, POLLS)
     launches.release(PROGRAMMATIC)  # not before: what begins next holds its place on the GPU while this waits
     lane = tl.arange(0, SLOTS)
     for item in range(tl.program_id(0), T * CHUNKS, tl.num_programs(0)):
@@ -194,4 +199,4 @@ def finish(
                 tl.store(slots_ptr + token * TOP_K + lane, by_slot, mask=lane < TOP_K)
     if HALVES == 1 and is_last(counters_ptr + 4):  # noqa: SIM102
         if there == 1:
-            signal(pointers_ptr, rank, finished, epoch.to(tl.int64) << 32, R)
+            signal(pointers_ptr, rank, finished, epoch, R)

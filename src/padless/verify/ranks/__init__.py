@@ -52,10 +52,12 @@ def run_stress(rank: Rank) -> str:
         (s.check_graphs, (1000, 256)),
         (s.check_graphs, (1000, 16)),
         (s.check_delays, (10_000, 64)),  # received in one launch
-        (s.check_delays, (3_000, 200)),  # sorted on a second stream
-        (s.check_two_groups, (200,)),
+        (s.check_delays, (3_000, 600)),  # sorted on a second stream
+        (s.check_delays, (500, 9_000)),  # sums have one half
+        (s.check_two_groups, (200, 600)),
+        (s.check_two_groups, (100, 9_000)),
         (s.check_two_layers, (1000, 16)),
-        (s.check_two_layers, (200, 200)),
+        (s.check_two_layers, (200, 600)),
     ]
     done: list[str] = []
     for check, arguments in checks:

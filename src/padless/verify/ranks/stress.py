@@ -136,9 +136,9 @@ def check_host(rank: Rank, calls: int) -> str:
     return f"{calls} calls"
 
 
-def check_two_groups(rank: Rank, calls: int) -> str:
+def check_two_groups(rank: Rank, calls: int, tokens: int) -> str:
     """Two objects on two streams at once."""
-    return _on_two_streams(rank, [_Problems(rank, 200, 1024, 4, 16, 2) for _ in range(2)], calls)
+    return f"{_on_two_streams(rank, [_Problems(rank, tokens, 1024, 4, 16, 2) for _ in range(2)], calls)}, {tokens} tokens"
 
 
 class _Layer(_Problems):

@@ -332,7 +332,7 @@ def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Reco
     """
     backend = p.ep._backend
     assert isinstance(backend, SymmBackend)
-    few = p.ep.settings.num_slots <= backend.few_slots
+    few = backend.is_few
     names = ("publish", "receive", "send_back", "finish") if few else STEPS
     samples: dict[str, list[float]] = {name: [] for name in names}
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=rank.device)
@@ -356,6 +356,7 @@ def timed_steps(rank: Rank, p: EpProblem, y: torch.Tensor, repeats: int) -> Reco
         else:
             found = backend.sort()
             mark("sort")
+            backend.wait_for_rows()
             _, plan = backend.fan_out(ids, found, None)
             mark("fan_out")
         torch.cuda._sleep(SLEEP_CYCLES)
