@@ -138,7 +138,8 @@ def check_host(rank: Rank, calls: int) -> str:
 
 def check_two_groups(rank: Rank, calls: int, tokens: int) -> str:
     """Two objects on two streams at once."""
-    return f"{_on_two_streams(rank, [_Problems(rank, tokens, 1024, 4, 16, 2) for _ in range(2)], calls)}, {tokens} tokens"
+    both = [_Problems(rank, tokens, 1024, 4, 16, 2) for _ in range(2)]
+    return f"{_on_two_streams(rank, both, calls)}, {tokens} tokens"
 
 
 class _Layer(_Problems):
