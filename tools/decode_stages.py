@@ -116,7 +116,7 @@ PASSES = {
     "sum": (
         Place("entered", "moe/triton/combine.py", "    begin(PROGRAMMATIC)\n"),
         Place("waited", "moe/triton/combine.py", "    begin(PROGRAMMATIC)\n", True),
-        Place("end", "moe/triton/combine.py", "\n\n@triton.jit\ndef _combine_backward("),
+        Place("end", "moe/triton/combine.py", '\n\n@triton.jit(do_not_specialize=["rows"])\ndef _combine_backward('),
     ),
 }
 LAUNCHES = ("routing", "first product", "second product", "sum")

@@ -285,6 +285,13 @@ def test_machine_code_of_wide_sums(emulated: list[EmulatedKernel], monkeypatch: 
         moe_cases.same_values(out, twins.combine(y, inverse, weights, None, torch.bfloat16))
 
 
+def test_machine_code_of_rows_that_there_are_not(emulated: list[EmulatedKernel]) -> None:
+    moe_cases.sums_of_rows_that_there_are_not("cpu")
+    moe_cases.judge_strayed("moe.gather_quantize", "cpu", "plain")
+    moe_cases.scales_of_items_that_there_are_not("cpu")
+    assert all(k.launches for k in emulated[4:8])
+
+
 def compiled_ptx(kernel: Any) -> str:
     """All PTX that an emulated kernel was compiled to."""
     return "\n".join(c.asm["ptx"] for c in kernel._compiled.values())

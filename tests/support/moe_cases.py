@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from padless.moe import Activation
@@ -439,6 +442,86 @@ def combine_gradients(device: str) -> None:
             combine.combine_backward(*given, dy, dweights)
             same_values(dy, want[0])
             same_values(dweights, want[1])
+
+
+# --- rows that there are not -----------------------------------------------------------------------------
+
+
+def judge_strayed(call: str, device: str, layout: str | None = None) -> None:
+    """The problems of `padless verify` with rows and tokens that there are not, of a few tokens, by the kernels."""
+    from padless.moe import ops
+    from padless.verify.fuzz.subjects import SUBJECTS
+    from padless.verify.lines import check_of
+
+    def strayed(arch: str) -> list[dict[str, object]]:
+        every = [o for o in SUBJECTS[call].lines(arch) if o.get("hostile") and o.get("layout") == layout]
+        return [o | {"tokens": min(o["tokens"], 7)} for o in every]
+
+    assert strayed("")
+    with mock.patch.object(ops, "runs_triton", return_value=True):
+        check_of(call, strayed).on("cuda" if device == "cuda" else "reference")
+
+
+@case
+def sums_of_rows_that_there_are_not(device: str) -> None:
+    judge_strayed("moe.combine", device)
+
+
+@case
+def gathered_rows_that_there_are_not(device: str) -> None:
+    """Scales stored with the codes, and placed by a launch of their own."""
+    from padless.moe.triton import quantize_rows
+
+    judge_strayed("moe.gather_quantize", device, "blocked")
+    judge_strayed("moe.gather_quantize", device, "plain")
+    with mock.patch.object(quantize_rows, "PLACED_SCALES", 1):
+        judge_strayed("moe.gather_quantize", device, "plain")
+
+
+@case
+def scales_of_items_that_there_are_not(device: str) -> None:
+    """They are zeros, whatever lies beside the items' scales."""
+    from padless import layouts
+    from padless.moe.triton import place_scales
+    from padless.testing.guarded import guarded_memory
+    from padless.verify.fuzz.layers import strayed
+    from padless.verify.fuzz.place import place_of
+
+    place = place_of("cuda" if device == "cuda" else "reference")
+    right = torch.arange(37, dtype=torch.int32, device=device) % 9
+    items, known = strayed(right, 9, place, 1)
+    assert known.any()
+    assert not known.all()
+    for are_known in (False, True):
+        with guarded_memory() as changed:
+            of_items = torch.empty((9, 16), dtype=torch.float32, device=device)
+            out = layouts.empty_mn_major(37, 5, torch.device(device))
+            of_items.copy_(torch.rand(of_items.shape, generator=place.generator(2), device=device))
+            place_scales.place(place_scales.Placed(of_items, items), out, are_known=are_known)
+        assert torch.equal(out, torch.where(known[:, None], of_items[right.long(), :5], 0.0))
+        assert not changed()
+
+
+@case
+def a_bound_that_is_too_large_is_noticed(device: str) -> None:
+    """By 201 rows: what is read and written around the tensors shows."""
+    from padless.moe.triton import combine, place_scales, quantize_rows
+
+    outside, gather = "memory around the tensors was written", partial(judge_strayed, "moe.gather_quantize", device)
+    for module, number, judged, said in (
+        (combine, "rows", partial(sums_of_rows_that_there_are_not, device), (outside, "sum", "gradients 1")),
+        (quantize_rows, "out_rows", partial(gather, "plain"), (outside,)),
+        (quantize_rows, "out_rows", partial(gather, "blocked"), (outside,)),
+        (place_scales, "items", partial(scales_of_items_that_there_are_not, device), ()),
+    ):
+
+        def launch(kernel: Any, programs: int, right: Any = module.launch, number: str = number) -> Any:
+            at = kernel.arg_names.index(number)
+            return lambda *a, **how: right(kernel, programs)(*a[:at], a[at] + 201, *a[at + 1 :], **how)
+
+        with mock.patch.object(module, "launch", launch), pytest.raises(AssertionError) as raised:
+            judged()
+        assert all(words in str(raised.value) for words in said)
 
 
 if __name__ == "__main__":

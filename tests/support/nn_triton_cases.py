@@ -422,5 +422,67 @@ def close(got: torch.Tensor, want: torch.Tensor, x: torch.Tensor, factor: torch.
     assert ((got.double() - want).abs() <= want.abs() * 2**-8 + size * (x.shape[1] + 2) * 2**-24).all()
 
 
+@case
+def rows_that_there_are_not(device: str) -> None:
+    """Of slots and tokens that name some: they lead nowhere, and what the others have is right."""
+    from padless.moe import Activation, twins
+    from padless.moe.triton import slots as of_slots
+    from padless.nn.triton import looked_up
+    from padless.nn.triton import low_rank as kernels
+    from padless.testing.guarded import guarded_memory
+    from padless.verify.fuzz.layers import named_rows, strayed
+    from padless.verify.fuzz.place import place_of
+
+    g, place = torch.Generator().manual_seed(12), place_of("reference")
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g).bfloat16().to(device)
+
+    ids, chosen = torch.randint(-1, 4, (9, 3), generator=g), torch.randint(-1, 2, (9,), generator=g)
+    has_factor = ((ids >= 0) & (ids < 3) & (chosen == 0)[:, None]).flatten()
+    inverse, right_tokens = twins.route(ids, 3)[2], (torch.arange(27) % 9).int()
+    wild, stays = strayed(inverse, 27, place, 3)
+    tokens, known = strayed(right_tokens, 9, place, 2)
+    here, strange = (has_factor & of for of in (stays.flatten(), ~stays.flatten()))
+    assert all(t.any() for t in (wild >= 27, tokens >= 9, here, strange))
+    ids, chosen = ids.to(device), chosen.to(device)
+    a, b, b2 = [drawn(3, 16, 136)], [drawn(3, 256, 16)], [drawn(3, 144, 16)]
+    t, weights, offs = drawn(27, 16), drawn(9, 3), offs_of((9, 9, 9), device)
+    given = (drawn(27, 136), drawn(27, 256), drawn(27, 144), drawn(9, 136), drawn(27).float())
+
+    def results(inverse: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Among random bytes, as what they read is."""
+        rows, added, y, few, of_rows = (torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x) for x in given)
+        inverse, tokens = inverse.to(device), tokens.to(device)
+        slots = looked_up.Slots(ids, chosen, inverse)
+        values, codes, scale = looked_up.up_activated(t, b, slots, 0.5, added, Activation("swiglu"), True)
+        assert codes is not None
+        assert scale is not None
+        return {
+            "by row": of_slots.slots_to_rows(weights, inverse),
+            "by slot": of_slots.rows_to_slots(of_rows, inverse, torch.float32),
+            "t of slots": looked_up.down(rows, a, slots, 16),
+            "values": values,
+            "codes": codes,
+            "scales": scale,
+            "sum": looked_up.combined(t, b2, slots, 0.5, y, weights, None, torch.float32),
+            "t of tokens": kernels.low_rank_down(few, a, offs, 1, 1.0, 16, tokens),
+        }
+
+    with guarded_memory() as changed:
+        got = results(wild, tokens)
+    assert not changed()
+    want = results(torch.where(stays | (inverse < 0), inverse, -1 - inverse), right_tokens)
+    named = named_rows(inverse, stays)
+    for name, kept in {
+        "by row": named, "by slot": None, "t of slots": here, "values": named, "codes": named, "scales": named,
+        "sum": None, "t of tokens": known,
+    }.items():  # fmt: skip
+        mine, others = (x[name].cpu() if kept is None else x[name].cpu()[kept].contiguous() for x in (got, want))
+        assert_bits(name, mine, others)
+    assert not got["t of slots"].cpu()[strange].any()
+    assert not got["t of tokens"].cpu()[~known].any()
+
+
 if __name__ == "__main__":
     main(CASES)

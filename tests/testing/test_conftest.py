@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from padless.testing.guarded import guarded_memory
 from support.ragged import GUARD_ROWS, RAGGED_CASES, GuardedOutput, missing_gpu
 
 
@@ -53,6 +54,17 @@ def test_a_write_outside_the_output_is_seen(guarded, row, where):
     stray[7] = 2.5
     with pytest.raises(AssertionError, match=f"guard rows {where}"):
         guarded.check(5)
+
+
+@pytest.mark.parametrize("make", ["empty", "zeros"])
+@pytest.mark.parametrize("place", [-1, 24])
+def test_a_byte_beside_what_is_made_is_seen(make, place):
+    with guarded_memory() as changed:
+        t = getattr(torch, make)((3, 8), dtype=torch.uint8)
+    t += 1
+    assert not changed()
+    torch.as_strided(t, (1,), (1,), t.storage_offset() + place).add_(1)
+    assert changed()
 
 
 def test_the_output_starts_where_a_tma_store_may():

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from padless.moe import ops, twins
+from padless.moe import ops, route, twins
 from padless.testing.bits import bits
 from padless.testing.compile_ahead import Gpu, kernels_of
 from padless.verify import moe as verify_moe
@@ -81,6 +81,29 @@ def test_a_wrong_pass_is_noticed(call: str, planted: str, edges: bool, monkeypat
     monkeypatch.setitem(ops._FUNCTIONS, planted, wrong)
     with pytest.raises(AssertionError):
         checked(call, edges)
+
+
+@pytest.mark.parametrize("call", ["moe.gather_quantize", "moe.combine"])
+def test_rows_that_there_are_not_are_refused_without_kernels(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/moe/test_moe_triton.py has the same problems for kernels."""
+
+    def hostile(arch: str) -> list[Options]:
+        return [o for o in SUBJECTS[call].lines(arch) if o.get("hostile")]
+
+    assert check_of(call, hostile).on("reference") == "0 elements"
+
+    def taken(function: Callable[..., object], *arguments: torch.Tensor) -> object:
+        """Rows of another routing in the place of these."""
+        another = [route(t.long() * 0, 1).inverse if is_inverse(t) else t for t in arguments]
+        return function(*another)
+
+    def is_inverse(t: object) -> bool:
+        return isinstance(t, torch.Tensor) and t.dtype == torch.int32 and t.dim() == 2
+
+    for name in ("gather_quantize", "combine", "combine_backward"):
+        monkeypatch.setitem(ops._FUNCTIONS, name, partial(taken, ops._FUNCTIONS[name]))
+    with pytest.raises(AssertionError, match="rows that there are not were taken"):
+        check_of(call, hostile).on("reference")
 
 
 # --- the layer -------------------------------------------------------------------------------------------

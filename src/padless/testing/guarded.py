@@ -6,7 +6,10 @@ For tests, ``padless verify`` and ``padless fuzz``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,6 +23,34 @@ POISON = {
 }
 # More than the tallest tile, so that a whole tile stored at a wrong row still hits the fence.
 GUARD_ROWS = 256
+GUARD_BYTES = 1 << 20
+
+
+@contextmanager
+def guarded_memory() -> Iterator[Callable[[], torch.Tensor]]:
+    """Puts what torch.empty and torch.zeros make in this block between `GUARD_BYTES` random bytes on either side.
+
+    What torch.empty makes holds random bytes too. Yields a function: whether any of those around changed, () bool.
+    """
+    original = torch.empty
+    made: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+
+    def empty(*args: Any, **options: Any) -> torch.Tensor:
+        t = original(*args, **options | {"device": "meta"})
+        end = GUARD_BYTES + t.numel() * t.element_size()
+        whole = torch.randint(256, (end + GUARD_BYTES,), dtype=torch.uint8, device=options.get("device"))
+        made.append((whole, whole.clone(), end))
+        return whole[GUARD_BYTES:end].view(t.dtype).view(t.shape)
+
+    def changed() -> torch.Tensor:
+        differ = [(whole != before, end) for whole, before, end in made]
+        return torch.stack([d[:GUARD_BYTES].any() | d[end:].any() for d, end in differ]).any()
+
+    def zeros(*args: Any, **options: Any) -> torch.Tensor:
+        return empty(*args, **options).zero_()
+
+    with mock.patch.object(torch, "empty", empty), mock.patch.object(torch, "zeros", zeros):
+        yield changed
 
 
 class GuardedOutput:

@@ -36,6 +36,7 @@ def combine(
         shared,
         out,
         n,
+        y.shape[0],
         y.stride(0),
         0 if shared is None else shared.stride(0),
         out.stride(0),
@@ -66,6 +67,7 @@ def combine_backward(
         dy,
         dweights,
         n,
+        y.shape[0],
         dout.stride(0),
         y.stride(0),
         dy.stride(0),
@@ -78,7 +80,8 @@ def combine_backward(
     )
 
 
-@triton.jit
+# What the number of rows decides is not compiled in. Rows that there are not are those of no expert.
+@triton.jit(do_not_specialize=["rows"])
 def _combine(
     y_ptr,  # (rows, N)
     inverse_ptr,  # (T, TOP_K) int32
@@ -86,6 +89,7 @@ def _combine(
     shared_ptr,  # (T, N), or None
     out_ptr,  # (T, N)
     N,
+    rows,
     y_stride,
     shared_stride,
     out_stride,
@@ -103,7 +107,7 @@ def _combine(
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
         row = tl.load(inverse_ptr + token * TOP_K + j).to(tl.int64)
-        kept = row >= 0
+        kept = (row >= 0) & (row < rows)
         # Masked values are 0, and the sum is never -0, so that adding them changes nothing.
         values = tl.load(y_ptr + row * y_stride + column, mask=inside & kept, other=0.0)
         values = casts.to_float32(values)
@@ -116,7 +120,7 @@ def _combine(
     tl.store(out_ptr + token * out_stride + column, arithmetic.rounded(total, OUT), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _combine_backward(
     dout_ptr,  # (T, N)
     y_ptr,  # (rows, N)
@@ -125,6 +129,7 @@ def _combine_backward(
     dy_ptr,  # (rows, N)
     dweights_ptr,  # (T, TOP_K) float32
     N,
+    rows,
     dout_stride,
     y_stride,
     dy_stride,
@@ -137,9 +142,10 @@ def _combine_backward(
     slot = tl.arange(0, SLOTS)
     there = slot < TOP_K
     row = tl.load(inverse_ptr + token * TOP_K + slot, mask=there, other=-1).to(tl.int64)
-    kept = row >= 0
+    target = tl.where(row >= 0, row, -1 - row)
+    exists = there & (target < rows)
+    kept = exists & (row >= 0)
     weight = casts.to_float32(tl.load(weights_ptr + token * TOP_K + slot, mask=kept, other=0.0))
-    target = tl.where(kept, row, -1 - row)
     partial = tl.zeros((SLOTS, LANES), tl.float32)
     for first in range(0, N, LANES):
         column = first + tl.arange(0, LANES)
@@ -152,7 +158,7 @@ def _combine_backward(
         tl.store(
             dy_ptr + target[:, None] * dy_stride + column[None, :],
             arithmetic.rounded(dy, DY),
-            mask=there[:, None] & inside[None, :],
+            mask=exists[:, None] & inside[None, :],
         )
     dots = tl.reshape(_halved(_halved(_halved(_halved(_halved(_halved(_halved(_halved(partial)))))))), (SLOTS,))
     tl.store(dweights_ptr + token * TOP_K + slot, dots, mask=there)

@@ -50,20 +50,21 @@ def place(placed: Placed, scale: torch.Tensor, *, are_known: bool = False) -> No
     width = min(triton.next_power_of_2(columns), _MOST_COLUMNS)
     ld = scale.stride(1)
     launch(_place_scales, ceil_div(ld, _ROWS_AT_ONCE) * ceil_div(columns, width))(
-        placed.scale, placed.items, scale, rows, columns, ld, placed.scale.stride(0),
+        placed.scale, placed.items, scale, rows, columns, ld, placed.scale.shape[0], placed.scale.stride(0),
         ROWS=_ROWS_AT_ONCE, COLUMNS=width, ARE_KNOWN=are_known, **programmatic(scale.device, releases=False),
         num_warps=8 if rows < _FEW_ROWS else 4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "ld"])
+@triton.jit(do_not_specialize=["rows", "ld", "items"])
 def _place_scales(
     from_ptr,  # (items, columns) float32, strides (from_ld, 1)
-    items_ptr,  # (rows,) int32
+    items_ptr,  # (rows,) int32; of an item that there is not scales are 0
     to_ptr,  # (rows, columns) float32, strides (1, ld)
     rows,
     columns,
     ld,
+    items,
     from_ld,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -81,7 +82,8 @@ def _place_scales(
     # items written there can be read ahead.
     if ARE_KNOWN:
         begin(PROGRAMMATIC)
-    inside = (row[:, None] < rows) & (column[None, :] < columns)
+    there = (row < rows) & (item >= 0) & (item < items)
+    inside = there[:, None] & (column[None, :] < columns)
     scale = tl.load(from_ptr + item[:, None] * from_ld + column[None, :], mask=inside, other=0.0)
     at = to_ptr + column.to(tl.int64)[None, :] * ld + row[:, None]
     tl.store(at, scale, mask=(row[:, None] < ld) & (column[None, :] < columns))

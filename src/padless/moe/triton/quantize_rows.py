@@ -335,6 +335,7 @@ def _quantize_rows(
     scale_column = chunk * BLOCKS + tl.arange(0, BLOCKS)
     codes_inside = there[:, None] & (place[None, :] < row_width)
     scale_inside = there[:, None] & (scale_column[None, :] < scale_columns)
+    exists = there  # a routing that `route` did not make may name other rows
     for j in tl.static_range(1 if TOP_K == 0 else TOP_K):
         if TOP_K == 0:
             row = item.to(tl.int64)
@@ -343,12 +344,13 @@ def _quantize_rows(
         else:
             row = next_row.to(tl.int64)
             row = tl.where(row < 0, -1 - row, row)
+            exists = there & (row < out_rows)
             if j + 1 < TOP_K:
                 next_row = tl.load(inverse_ptr + item * TOP_K + j + 1, mask=there, other=0)
-        tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside)
+        tl.store(codes_ptr + row[:, None] * row_width + place[None, :], codes, mask=codes_inside & exists[:, None])
         if placed_scale_ptr is not None:
             if placed_items_ptr is not None:
-                tl.store(placed_items_ptr + row, item, mask=there & (chunk == 0))
+                tl.store(placed_items_ptr + row, item, mask=exists & (chunk == 0))
         elif ELEMENT != "bf16":
             if RULE == "fp8_block":
                 offset = row[:, None] + scale_column.to(tl.int64)[None, :] * scale_ld
@@ -358,7 +360,7 @@ def _quantize_rows(
                 offset = tile * 512 + in_tile
             else:
                 offset = row[:, None] * scale_columns + scale_column[None, :]
-            tl.store(scale_ptr + offset, scale, mask=scale_inside)
+            tl.store(scale_ptr + offset, scale, mask=scale_inside & exists[:, None])
     if placed_scale_ptr is not None:
         of_item = item.to(tl.int64)[:, None] * placed_ld + scale_column[None, :]
         tl.store(placed_scale_ptr + of_item, scale, mask=scale_inside, eviction_policy="evict_last")  # soon read again

@@ -47,7 +47,7 @@ def _slots_to_rows(
     row = tl.load(inverse_ptr + slot, mask=there, other=0)
     row = tl.where(row < 0, -1 - row, row)
     value = casts.to_float32(tl.load(values_ptr + slot, mask=there, other=0.0))
-    tl.store(out_ptr + row, value, mask=there)
+    tl.store(out_ptr + row, value, mask=there & (row < count))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -62,5 +62,5 @@ def _rows_to_slots(
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     there = slot < count
     row = tl.load(inverse_ptr + slot, mask=there, other=-1)
-    value = tl.load(values_ptr + row, mask=row >= 0, other=0.0)
+    value = tl.load(values_ptr + row, mask=(row >= 0) & (row < count), other=0.0)
     tl.store(out_ptr + slot, arithmetic.rounded(value, OUT), mask=there)

@@ -63,9 +63,9 @@ def combined(
     blocks = ceil_div(columns, width)
     given, tiles, how = _given(factors, slots)
     launch(_combine, tokens * blocks)(
-        t, y, out, slots.ids, slots.adapter_ids, slots.inverse, *given.factors, weights, shared, columns, blocks,
-        *given.numbers, scaling, TOP_K=top_k, OUT=DTYPES[dtype], RANK=rank, WIDTH=t.shape[1],
-        BLOCK_R=block_r, BLOCK_N=width, ROWS=tiles.rows, num_warps=4, **given.options, **how,
+        t, y, out, slots.ids, slots.adapter_ids, slots.inverse, *given.factors, weights, shared, columns, y.shape[0],
+        blocks, *given.numbers, scaling, TOP_K=top_k, OUT=DTYPES[dtype], RANK=rank, WIDTH=t.shape[1], BLOCK_R=block_r,
+        BLOCK_N=width, ROWS=tiles.rows, num_warps=4, **given.options, **how,
     )  # fmt: skip
     return out
 
@@ -81,10 +81,10 @@ def _given(factors: Sequence[torch.Tensor], slots: Slots) -> tuple[Given, Tiles,
     return given, Tiles(LEAST_ROWS, slots.ids.numel(), 1), programmatic(slots.ids.device, early=given.is_known)
 
 
-@triton.jit(do_not_specialize=["blocks", "num_experts", "per_expert", "first_factor", "num_factors"])
+@triton.jit(do_not_specialize=["rows", "blocks", "num_experts", "per_expert", "first_factor", "num_factors"])
 def _combine(
     t_ptr,  # (slots, WIDTH) bfloat16
-    y_ptr,  # (slots, N) bfloat16, in the order of rows
+    y_ptr,  # (rows, N) bfloat16
     out_ptr,  # (T, N)
     ids_ptr,
     chosen_ptr,
@@ -93,6 +93,7 @@ def _combine(
     weights_ptr,  # (T, TOP_K)
     shared_ptr,  # (T, N), or None
     N,
+    rows,
     blocks,
     expert_stride,
     n_stride,
@@ -134,7 +135,7 @@ def _combine(
     row = tl.arange(0, ROWS)
     slot = token * TOP_K + row
     places = tl.load(inverse_ptr + slot, mask=row < TOP_K, other=-1).to(tl.int64)
-    kept = places >= 0
+    kept = (places >= 0) & (places < rows)
     t_ptrs = t_ptr + slot.to(tl.int64)[:, None] * WIDTH + j[None, :]
     t = tl.load(t_ptrs, mask=kept[:, None] & (j < RANK)[None, :], other=0.0)
     y = tl.load(y_ptr + places[:, None] * N + n[None, :], mask=kept[:, None] & inside, other=0.0)

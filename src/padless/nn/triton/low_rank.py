@@ -105,8 +105,8 @@ def launch_down(
     top_k, of_places = _arguments(places)
     steps = _steps_down(block_r, of_slots=top_k > 0)
     launch(low_rank_kernels.down, tiles.programs)(
-        rows, tokens, t, *of_places, *given.factors, t.shape[0], rows.stride(0), *given.numbers, scaling, TOP_K=top_k,
-        K=columns, RANK=rank, WIDTH=t.shape[1], BLOCK_R=block_r, BLOCK_K=steps.columns, STAGES=steps.stages,
+        rows, tokens, t, *of_places, *given.factors, t.shape[0], rows.shape[0], rows.stride(0), *given.numbers, scaling,
+        TOP_K=top_k, K=columns, RANK=rank, WIDTH=t.shape[1], BLOCK_R=block_r, BLOCK_K=steps.columns, STAGES=steps.stages,
         num_warps=steps.num_warps, **tiles.constants, **given.options, **how,
     )  # fmt: skip
 

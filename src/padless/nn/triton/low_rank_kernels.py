@@ -137,9 +137,9 @@ def stored(x, HARDWARE: tl.constexpr):
     return casts.to_float32(_bfloat16(x, HARDWARE))
 
 
-@triton.jit(do_not_specialize=["M", "num_groups", "per_expert", "first_factor", "num_factors"])
+@triton.jit(do_not_specialize=["M", "num_rows", "num_groups", "per_expert", "first_factor", "num_factors"])
 def down(
-    rows_ptr,  # (M, K) bfloat16, strides (row_stride, 1), or as many rows as tokens name
+    rows_ptr,  # (num_rows, K) bfloat16, strides (row_stride, 1)
     tokens_ptr,  # (M,) int32, the row of each row of t; None for its own
     t_ptr,  # (M, WIDTH) bfloat16, of slots in their order
     offs_ptr,  # (num_groups,) int32, ends of the groups; None for slots
@@ -148,6 +148,7 @@ def down(
     inverse_ptr,  # (M,), None where rows are those of tokens
     f0, f1, f2, f3, f4, f5, f6, f7,  # (E, RANK, K), strides (expert_stride, rank_stride, k_stride)
     M,
+    num_rows,
     row_stride,
     expert_stride,
     rank_stride,
@@ -184,6 +185,8 @@ def down(
     of_expert = tl.where(has_factor, expert, 0).to(tl.int64) * expert_stride
     factor = factor_of(f0, f1, f2, f3, f4, f5, f6, f7, adapter, of_expert, ALIGNED)
     live = tl.arange(0, ROWS)
+    mine = first + live < end
+    exists = mine
     of_row = live * row_stride
     if READS_TOKENS:
         rows_ptr += (first // TOP_K).to(tl.int64) * row_stride
@@ -191,19 +194,22 @@ def down(
         if PROGRAMMATIC > 0:
             _prefetch(factor, rank_stride, k_stride, RANK, K, BLOCK_R)
         wait(PROGRAMMATIC)
-        rows_ptr += tl.sum(row_of(inverse_ptr, first)) * row_stride
+        row = tl.sum(row_of(inverse_ptr, first))
+        exists = mine & (row < num_rows)
+        rows_ptr += row * row_stride
     elif tokens_ptr is None:
         rows_ptr += first.to(tl.int64) * row_stride
     else:
-        of_row = tl.load(tokens_ptr + first + live, mask=first + live < end, other=0).to(tl.int64) * row_stride
-    mine = (first + live < end)[:, None]
+        token = tl.load(tokens_ptr + first + live, mask=mine, other=0).to(tl.int64)
+        exists = mine & (token >= 0) & (token < num_rows)
+        of_row = token * row_stride
     j = tl.arange(0, BLOCK_R)
     total = tl.zeros((ROWS, BLOCK_R), tl.float32)
     if has_factor:
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + tl.arange(0, BLOCK_K)
             inside = (k < K)[None, :]
-            x = tl.load(rows_ptr + of_row[:, None] + k[None, :], mask=mine & inside, other=0.0)
+            x = tl.load(rows_ptr + of_row[:, None] + k[None, :], mask=exists[:, None] & inside, other=0.0)
             a = tl.load(
                 factor + j[:, None] * rank_stride + k[None, :] * k_stride, mask=(j < RANK)[:, None] & inside, other=0.0
             )
@@ -212,7 +218,7 @@ def down(
         wait(PROGRAMMATIC)
     tl.store(
         t_ptr + first.to(tl.int64) * WIDTH + live[:, None] * WIDTH + j[None, :], _bfloat16(total * scaling, HARDWARE),
-        mask=mine & (j < WIDTH)[None, :] & has_factor,
+        mask=mine[:, None] & (j < WIDTH)[None, :] & has_factor,
     )  # fmt: skip
 
 
@@ -338,7 +344,7 @@ def up_activated(
         first = tile
         end = tile + 1
         row = row_of(inverse_ptr, tile)
-        is_mine = row >= 0
+        is_mine = row < M
     else:
         row = (first + tl.arange(0, ROWS)).to(tl.int64)
         is_mine = row < end

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 
 from padless import moe
 from padless.formats import FORMAT_BY_NAME, FORMAT_NAMES, BlockScaledTensor
-from padless.moe import twins
+from padless.moe import ops, twins
 from padless.moe.activation import Activation, split_gate_up
-from padless.quantization.quantize import SCALE_RULES, quantize
+from padless.quantization.quantize import SCALE_RULES, dequantize, quantize
+from padless.testing.guarded import guarded_memory
 from padless.verify.fuzz import exact
 from padless.verify.fuzz.case import Change, judge_case, same_parts, whole
 from padless.verify.fuzz.defined import Defined
@@ -115,6 +116,36 @@ def routing_of(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Ten
     return offs.int(), tokens.int(), inverse.int().view(ids.shape)
 
 
+def strayed(places: torch.Tensor, rows: int, place: Place, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(places, a quarter of them neither rows 0 .. rows - 1 nor complements of such; which of them stayed)."""
+    generator = place.generator(seed)
+    wild = place.ends([rows, rows + 200, 2**31 - 1, -1 - rows, -201 - rows, -(2**31)])
+    drawn = wild[torch.randint(len(wild), places.shape, device=place.device, generator=generator)]
+    stays = torch.rand(places.shape, device=place.device, generator=generator) >= 0.25
+    return torch.where(stays, places, drawn), stays
+
+
+def named_rows(inverse: torch.Tensor, stays: torch.Tensor) -> torch.Tensor:
+    """(rows,) whether the slot of each row is one that stayed."""
+    flat = inverse.flatten().long()
+    return torch.zeros_like(flat, dtype=torch.bool).scatter_(0, torch.where(flat < 0, -1 - flat, flat), stays.flatten())
+
+
+def guarded_call(judge: Judge, x: torch.Tensor, call: Callable[[], Any]) -> Any:
+    """The result of a call with rows that there are not, of x; None where no kernel runs, which has to refuse it."""
+    has_kernels = ops.runs_triton(x)
+    with guarded_memory() as changed:
+        try:
+            out = call()
+        except ValueError:
+            if has_kernels:
+                raise
+            return None
+    judge.wrong("rows that there are not were taken", not has_kernels)
+    judge.wrong("memory around the tensors was written", changed())
+    return out
+
+
 class Route(Defined):
     """`moe.route`."""
 
@@ -155,6 +186,7 @@ def gather_rest(draw: Draw, fixed: Options) -> Options:
     even = FORMAT_BY_NAME[fixed["format"]].codes_per_byte
     most = draw.limits.k // 2
     return found | {
+        "hostile": draw.backend == "cuda" and draw.maybe(0.05),
         "tokens": min(found["tokens"], 300),
         "k": draw.one((even * draw.randint(1, most // even), draw.multiple(32, most))),
     }
@@ -168,6 +200,12 @@ def gather_lines(arch: str) -> Iterator[Options]:
         one |= {"dtype": dtype if "special" in how else "bfloat16", "properties": ["near", "bits", "changes"]}
         for layout in ("plain",) if name == "FP8_BLOCK" or "special" not in how else ("plain", "blocked"):
             yield one | {"layout": layout}
+    # Rows that there are not; in the last one scales are placed by another launch.
+    few, many = _routing(1, 61, 8, 128) | {"k": 544}, _routing(2, 4096, 8, 64) | {"k": 1024}
+    how = {"rule": None, "routed": False, "dtype": "bfloat16", "hostile": True, "properties": []}
+    for one, name in (*itertools.product((few,), FORMAT_NAMES), (many, "FP8_BLOCK")):
+        for layout in ("plain",) if name == "FP8_BLOCK" else ("plain", "blocked"):
+            yield one | how | {"format": name, "layout": layout}
 
 
 class Gather(Defined):
@@ -217,6 +255,19 @@ class Gather(Defined):
         its = itemgetter(1)
         yield "gather_quantize", partial(moe.gather_quantize, x, routing.inverse, self.format, **options), whole, its
         yield "quantize(rows=)", partial(quantize, x, self.format, rows=routing.tokens, **options), whole, its
+
+    def hostile(self) -> None:
+        """Rows and tokens that there are not lead nowhere; the rows whose slot and token stayed are right."""
+        o, judge, (x, ids, shared) = self.o, self.place.judge, self.operands.values()
+        routing, options = moe.Routing(*routing_of(ids, o["experts"])), self._options(shared)
+        inverse, stays = strayed(routing.inverse, ids.numel(), self.place, o["seed"])
+        tokens, known = strayed(routing.tokens, o["tokens"], self.place, o["seed"] + 1)
+        named = named_rows(routing.inverse, stays)
+        for given, right in ((None, named), (tokens, named & known)):
+            call = partial(moe.gather_quantize, x, inverse, self.format, tokens=given, **options)
+            if (t := guarded_call(judge, x, call)) is not None:
+                want = dequantize(quantize(x[routing.tokens.long()], self.format, **options))
+                judge.same("rows of slots that stayed", torch.where(right[:, None], dequantize(t), want), want)
 
 
 judge_gather_quantize = partial(judge_case, Gather)
@@ -370,6 +421,7 @@ def combine_constants(draw: Draw) -> Options:
 
 def combine_rest(draw: Draw, fixed: Options) -> Options:
     found = routing_rest(draw, fixed)
+    found |= {"hostile": draw.backend == "cuda" and draw.maybe(0.05)}
     return found | {"tokens": min(found["tokens"], 300), "n": draw.randint(1, draw.limits.n)}
 
 
@@ -379,6 +431,9 @@ def combine_lines(arch: str) -> Iterator[Options]:
     for one, (dtype, weights) in (*kinds, *((edge | {"n": 256}, ("bfloat16", "float32")) for edge in EDGES)):
         same = {"dtype": dtype, "out": dtype, "shared": dtype, "weights": weights}
         yield one | same | {"properties": ["near", "bits"]}
+    for dtype in DTYPES:
+        same = {"dtype": dtype, "out": dtype, "shared": dtype, "weights": dtype}
+        yield _routing(1, 61, 8, 128, n=300) | same | {"hostile": True, "properties": []}
 
 
 class Combine(Defined):
@@ -440,6 +495,24 @@ class Combine(Defined):
         if weights is not None and tokens:
             dy, dweights = out["gradients"]
             _near_gradients(judge, dy, dweights, p)
+
+    def hostile(self) -> None:
+        """Slots of rows that there are not add nothing and get no gradient; the other rows' gradients are right."""
+        y, inverse = self.operands["y"], self.operands["inverse"]
+        wild, stays = strayed(inverse, len(y), self.place, self.o["seed"])
+
+        def call() -> dict[str, Any]:
+            among_others = torch.empty(y.shape, dtype=y.dtype, device=y.device).copy_(y)
+            return self.call(**self.operands | {"y": among_others, "inverse": wild})
+
+        if (out := guarded_call(self.place.judge, y, call)) is None:
+            return
+        dropped = torch.where(stays | (inverse < 0), inverse, -1 - inverse)
+        want = self.definition(**self.operands | {"inverse": dropped})
+        for found in (out, want) if "gradients" in out else ():
+            dy, dweights = found["gradients"]
+            found["gradients"] = torch.where(named_rows(inverse, stays)[:, None], dy, 0.0), dweights
+        same_parts(self.place.judge, "slots that stayed", out, want)
 
 
 judge_combine = partial(judge_case, Combine)
