@@ -23,6 +23,7 @@ from padless.runtime.disk_cache import cache_dir, write_atomically
 from padless.runtime.locks import ProcessLock
 from padless.runtime.nvrtc import CompileError as CompileError
 from padless.runtime.shared_cache import alone, distrust, read_trusted
+from padless.runtime.triton_sources import own_digests, triton_digests
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 _ENTRY = re.compile(r'extern "C" __global__[^;{]*?\b(padless_\w+)\(')
@@ -214,11 +215,14 @@ def _without(text: str, constant: str) -> str:
 def source_digests(texts: Mapping[str, str] | None = None) -> dict[str, str]:
     """A hash of each kernel's sources without comments and layout, by the kernel's name, for records.
 
-    A part that a constant adds is in the hash of "<kernel>, <part>" alone: without it the kernel is what it was.
+    A part that a constant adds is in the hash of "<kernel>, <part>" alone: without it the kernel is what it was. Kernels
+    of Triton have a hash for each module, "moe/route" (`triton_digests`).
 
-    texts: device source files by their path under ``kernels/``, those of this package where none are given.
+    texts: device source files by their path under ``kernels/`` and modules by theirs under ``padless/``, those of this
+        package where none are given.
     """
-    texts = sources() if texts is None else texts
+    of_triton = own_digests() if texts is None else triton_digests(texts)
+    texts = sources() if texts is None else {name: text for name, text in texts.items() if not name.endswith(".py")}
     plain = texts
     for constant in _PARTS:
         plain = {name: _without(text, constant) for name, text in plain.items()}
@@ -229,7 +233,7 @@ def source_digests(texts: Mapping[str, str] | None = None) -> dict[str, str]:
         for constant, part in _PARTS.items():
             if any(f"#if {constant} > 0" in text for text in used[1::2]):
                 digests[f"{name}, {part}"] = _digest(used)
-    return digests
+    return digests | of_triton
 
 
 def _digest(used: Sequence[str]) -> str:
