@@ -70,7 +70,7 @@ def test_four_gpus_as_measured() -> None:
 
 def test_products_and_steps_of_one_gpu_as_measured() -> None:
     """Where a rank has many rows. Of few, popularity decides how many experts are read, which the records skew."""
-    layers = [r for r in records("2026-11-29-h200-layer.jsonl") if r["point"]["tokens"] >= 8192]
+    layers = [r for r in records("2026-11-30-h200-layer.jsonl") if r["point"]["tokens"] >= 8192]
     layers = [r for r in layers if r["point"]["model"].startswith(("Qwen3", "DeepSeek"))]
     steps = records("2026-11-29-h200-train.jsonl")
     assert (len(layers), len(steps)) == (5, 4)

@@ -174,7 +174,7 @@ class LayerPrediction:
 def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None) -> LayerPrediction:
     """A layer of gated experts of `intermediate` columns in FP8_BLOCK between a dispatch and a combine.
 
-    Rates are of docs/measured: products 2026-11-29-h200-layer.jsonl, step 2026-11-29-h200-train.jsonl, each on one GPU.
+    Rates are of docs/measured: products 2026-11-30-h200-layer.jsonl, step 2026-11-29-h200-train.jsonl, each on one GPU.
     """
     m = machine or Machine()
     served, trained = predict(e, m), predict(replace(e, quantized=False), m)
