@@ -153,8 +153,8 @@ def _adapted(
         a, b = factors[side]
         if a.shape[1] > MAX_RANK:
             raise ValueError(
-                f"the active adapters of {label(module, side)} have a rank of {a.shape[1]} together; at most {MAX_RANK} is "
-                "computed: activate fewer, or adapters of a lower rank"
+                f"the active adapters of {label(module, side)} have a rank of {a.shape[1]} together; at most "
+                f"{MAX_RANK} is computed: activate fewer, or adapters of a lower rank"
             )
         return LowRank(Factors((a,), (b,), 1, 1.0), offs)
 
