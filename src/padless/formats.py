@@ -298,7 +298,7 @@ def _format_from(name: str, data_dtype: str, scale_dtype: str, *others: object) 
     """The format of these fields: the package's own where it is one."""
     dtypes = (getattr(torch, dtype.removeprefix("torch.")) for dtype in (data_dtype, scale_dtype))
     made = BlockScaledFormat(name, *dtypes, *others)  # type: ignore[arg-type]
-    return next((format for format in FORMATS if format == made), made)
+    return next((format for format in FORMAT_BY_NAME.values() if format == made), made)
 
 
 torch.serialization.add_safe_globals([_tensor_from, _format_from])

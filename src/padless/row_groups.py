@@ -59,7 +59,7 @@ class RowGroups:
             )
         if self._ends is None or self.offs.tolist() == self._ends:
             return self.offs
-        return torch.tensor(self._ends, dtype=self.offs.dtype)
+        return torch.tensor(self._ends, dtype=self.offs.dtype, device=self.offs.device)
 
     def check(self, name: str, offs: torch.Tensor | None, rows: int, num_groups: int, whose: str) -> None:
         """Raises ValueError unless the groups of ``offs`` are these; None stands for one group of all rows.

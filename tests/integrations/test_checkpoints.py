@@ -166,19 +166,23 @@ def test_input_scales() -> None:
     assert moe(x, ids, weights, found.w13, found.w2, **found.options).isfinite().all()
 
 
-@pytest.mark.parametrize("format", [FP8_BLOCK, MXFP8, MXFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [FP8_BLOCK, MXFP8, MXFP4, NVFP4], ids=lambda format: format.name)
 def test_at_once(format: BlockScaledFormat) -> None:
-    """As transformers saves experts: one tensor for all, scales beside it."""
+    """As transformers saves experts, and NVFP4 as torchao does: one tensor for all, scales beside it."""
     w13, w2 = drawn(format)
     tensors: Tensors = {}
     for name, t in (("gate_up_proj", w13), ("down_proj", w2)):
+        if format == NVFP4:
+            tensors |= torchao(f"{PREFIX}.{name}", t.data.view(torch.uint8), t.scale, t.global_scale)
+            continue
         tensors[f"{PREFIX}.{name}"] = t.data.view(torch.int8) if format == MXFP4 else t.data
         tensors[f"{PREFIX}.{name}_scale_inv"] = t.scale
     found, some = (load_experts(Checkpoint(tensors), PREFIX, experts) for experts in (None, range(2, 4)))
     same_bits(found.w13, w13)
     same_bits(found.w2, w2)
     assert found.options == {"gate_up": "concatenated"}
-    assert torch.equal(dequantize(some.w13), dequantize(w13)[2:4])
+    for got, want in ((some.w13, w13), (some.w2, w2)):
+        assert torch.equal(dequantize(got), dequantize(want)[2:4])
 
 
 def test_scales_without_dimensions_of_one() -> None:

@@ -102,6 +102,10 @@ CASTS: list[Callable[[Any], Any]] = [
     lambda model: model.to(torch.float16),
     lambda model: model.to("cpu", torch.float16),
     lambda model: model.model.layers.half(),
+    lambda model: (
+        model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True),
+        model.model.layers.half(),
+    ),
 ]
 
 

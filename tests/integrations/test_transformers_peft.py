@@ -157,6 +157,10 @@ def test_refusals(folder_of: Callable[..., Path]) -> None:
             call()
     with pytest.raises(ValueError, match="not a weight"):
         peft.get_peft_model(quantized("qwen3_moe", "fp8", None, folder_of), config("fp8", "down_proj_scale_inv"))
+    model.add_adapter("large", config("fp8", r=253))
+    model.base_model.set_adapter(["default", "large"])
+    with pytest.raises(ValueError, match="rank of 257 together; at most 256"):
+        logits(model)
 
 
 def test_other_modules_are_left_to_peft(folder_of: Callable[..., Path]) -> None:

@@ -43,7 +43,8 @@ def test_save_and_load(name: str, format: BlockScaledFormat, folder_of: Callable
     original = load(folder_of(name, "bf16"), experts_implementation="eager")
     model = quantize_experts(load(folder_of(name, "bf16"), experts_implementation="padless"), format)
     want = logits(model)
-    model.save_pretrained(tmp_path)
+    with torch.device("meta"):  # where a caller has tensors made is no matter
+        model.save_pretrained(tmp_path)
     assert torch.equal(logits(model), want)
     again = load(tmp_path, experts_implementation="padless")
     for kept, read in zip(experts_of(model), experts_of(again), strict=True):

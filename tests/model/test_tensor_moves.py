@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import padless
-from padless.formats import FORMATS, FP8_BLOCK, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
+from padless.formats import FORMATS, FP8_BLOCK, MXFP4_REPACKED, MXFP8, NVFP4, BlockScaledFormat, BlockScaledTensor
 from padless.row_groups import RowGroups
 
 OFFS = torch.tensor([3, 3, 7], dtype=torch.int32)
@@ -24,12 +24,15 @@ CASES: dict[str, Callable[[], BlockScaledTensor]] = {
     "MXFP8 weights on tiles": lambda: made(MXFP8, kind="weight", scale_layout="blocked"),
     "MXFP8 on groups' tiles": lambda: made(MXFP8, scale_layout="blocked_groups", offs=OFFS),
     "NVFP4 of groups": lambda: made(NVFP4, offs=OFFS),
+    "MXFP4_REPACKED weights": lambda: made(MXFP4_REPACKED, kind="weight"),
     "codes with gaps": lambda: with_gaps(made(MXFP8)),
 }
 
 
 def made(fmt: BlockScaledFormat, **options: Any) -> BlockScaledTensor:
     shape = (3, 72, 160) if options.get("kind") == "weight" else (7, 160)
+    if fmt == MXFP4_REPACKED:
+        shape = (3, 64, 192)
     return padless.quantize(torch.randn(shape, generator=torch.Generator().manual_seed(1)), fmt, **options)
 
 

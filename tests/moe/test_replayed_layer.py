@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 pytest.importorskip("triton")
 
@@ -142,11 +143,16 @@ def test_another_gpu(gpu: Gpu) -> None:
     assert not kernels[0] & kernels[1]
 
 
-def test_inference_mode_and_autocast(gpu: Gpu) -> None:
+def test_modes_that_change_nothing(gpu: Gpu) -> None:
     layer = layer_of("fp8")
     for _ in range(3):
         layer.run(moe)
-    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cuda", torch.float16)):
+    for mode in (
+        torch.inference_mode(),
+        torch.no_grad(),
+        torch.autocast("cuda", torch.float16),
+        torch.device("meta"),  # as torch.set_default_device
+    ):
         with mode:
             assert is_replayed(gpu, lambda: layer.run(moe))
             assert compared(gpu, lambda: layer.run(moe)) == []
@@ -182,6 +188,8 @@ def test_modes_and_transforms_see_every_call(gpu: Gpu) -> None:
     with replay._Watch() as watch:
         layer.run(moe)
     assert len(watch.made) > 2
+    with torch.device("meta"), BaseTorchFunctionMode():
+        assert not is_replayed(gpu, lambda: layer.run(moe))
     with pytest.raises(ValueError, match=r"torch\.func"):
         torch.func.vmap(lambda x: layer.run(moe).sum() * x)(torch.ones(2))
 

@@ -256,16 +256,18 @@ def test_random_problems(seed: int) -> None:
     check(run(layer, m, dout, chosen), truth(layer, m, dout, chosen), least_db(pair))
 
 
-@pytest.mark.parametrize("chosen", [True, False], ids=["by token", "one for all"])
+@pytest.mark.parametrize(
+    ("chosen", "dynamic"), [(True, None), (False, None), (False, True)], ids=["by token", "one for all", "any sizes"]
+)
 @pytest.mark.parametrize("pair", [(FP8_BLOCK, None), BF16_PAIR], ids=pair_name)
-def test_compiled_whole(pair: Any, chosen: bool) -> None:
+def test_compiled_whole(pair: Any, chosen: bool, dynamic: bool | None) -> None:
     """One graph, forward and backward, with the bits of the eager call."""
     layer = draw_layer(pair, bias=True)
     m, dout = module(layer, adapters=("one", "two"), train_biases=True), dout_of(layer)
     ids = torch.arange(len(layer.x)) % 3 - 1 if chosen else None
     want = run(layer, m, dout, ids)
     torch._dynamo.reset()
-    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     got = run(layer, compiled, dout, ids)
     assert all(torch.equal(got[name], t) for name, t in want.items())
     with torch.no_grad():

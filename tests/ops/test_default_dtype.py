@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from padless import MXFP4, NVFP4, Epilogue, EpilogueTensors, dequantize, moe, quantize
+from padless import FP8_BLOCK, MXFP4, NVFP4, Epilogue, EpilogueTensors, dequantize, moe, nn, quantize
 from padless.ops.epilogue_run import with_outputs
 from support.public_calls import PUBLIC, replaced, same
 
@@ -45,6 +45,35 @@ def test_public_calls(name: str, dtype: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
         results.append(tensors_of(given if found is None else found))
     assert len(results[0]) == len(results[1])
+    assert all(same(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_calls_where_tensors_are_made_elsewhere(name: str) -> None:
+    call, results = PUBLIC[name], []
+    for default in ("cpu", "meta"):
+        given = call.arguments()
+        with torch.device(default):
+            found = call.function(**given)
+        results.append(tensors_of(given if found is None else found))
+    assert len(results[0]) == len(results[1])
+    assert all(one.device == other.device and same(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_layers_where_tensors_are_made_elsewhere() -> None:
+    """The layer, also of kernels in the emulator, and a step of experts."""
+    generator = torch.Generator().manual_seed(0)
+    x, module = torch.randn(8, 128, generator=generator).bfloat16(), nn.MoE(128, 32, 4, 2)
+    ids, prob = torch.randint(0, 4, (8, 2), generator=generator), torch.rand(8, 2, generator=generator)
+    w13, w2 = (quantize(torch.randn(4, 128, 128, generator=generator), FP8_BLOCK, kind="weight") for _ in range(2))
+    w2 = quantize(dequantize(w2)[..., :64], FP8_BLOCK, kind="weight")
+    results = []
+    for default in ("cpu", "meta"):
+        module.zero_grad()
+        with torch.device(default):
+            module(x).sum().backward()
+            outputs = [moe.moe(x, ids, prob, w13, w2, backend=backend) for backend in ("reference", "emulator")]
+        results.append([*outputs, module.experts.w13.grad, module.experts.w2.grad])
     assert all(same(one, other) for one, other in zip(*results, strict=True))
 
 

@@ -128,7 +128,7 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> DeviceMemory:
         else:
             merged.append(span)
     for start, end, storage in merged:
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         at = start - storage.data_ptr()
         memory.register(whole[at : at + end - start].numpy(), address=start)
     return memory

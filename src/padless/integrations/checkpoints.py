@@ -167,7 +167,8 @@ def _at_once(checkpoint: Checkpoint, prefix: str, first: str, experts: Sequence[
 def _picked(t: BlockScaledTensor, chosen: list[int]) -> BlockScaledTensor:
     data = t.data.view(torch.uint8)[chosen].view(t.data.dtype)
     scale = t.scale.contiguous().view(torch.uint8)[chosen].view(t.scale.dtype)
-    return BlockScaledTensor(data, scale, t.format, None, t.scale_layout)
+    shared = t.global_scale if t.global_scale is None or t.global_scale.numel() == 1 else t.global_scale[chosen]
+    return BlockScaledTensor(data, scale, t.format, shared, t.scale_layout)
 
 
 def _chosen(experts: Sequence[int] | None, count: int, prefix: str) -> list[int]:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from padless.formats import BlockScaledTensor, round_up
@@ -46,7 +48,7 @@ def facts_of(options: Facts, moving: Inputs, pinned: Sequence[BlockScaledTensor 
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and _is_watched())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     ):
@@ -55,6 +57,11 @@ def facts_of(options: Facts, moving: Inputs, pinned: Sequence[BlockScaledTensor 
     if there is None or facts is None:
         return None
     return *facts, *((one[0] % _ALIKE, *one[1:]) if one else None for one in there)
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees calls of functions, and not just says where tensors are made, as torch.set_default_device."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def known(facts: Facts | None) -> Replay | None:

@@ -72,7 +72,7 @@ def check_each_row(inverse: torch.Tensor) -> None:
     if is_readable(inverse):
         flat = inverse.flatten()
         rows = torch.where(flat < 0, -1 - flat, flat).sort().values
-        if not torch.equal(rows, torch.arange(rows.numel(), dtype=rows.dtype)):
+        if not torch.equal(rows, torch.arange(rows.numel(), dtype=rows.dtype, device=rows.device)):
             raise ValueError(
                 f"inverse must have each of {rows.numel()} rows once (see padless.moe.route), got rows from {rows[0]} "
                 f"to {rows[-1]}"

@@ -196,7 +196,7 @@ def _run(
             check_offs_values(offs, a.shape[0])
         result = output(a, weights, out, out_dtype)
         check_outputs([("out", result)], [*tensors_of("a", a), *tensors_of("b", b), ("offs", offs)])
-        ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
+        ends = torch.tensor([a.shape[0]], dtype=torch.int32, device="cpu") if offs is None else offs
         return grouped_gemm_reference(a, weights, ends, out=result)
 
     # Find the device and the kernel, and check what they need.

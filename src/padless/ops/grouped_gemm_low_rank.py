@@ -70,7 +70,7 @@ def grouped_gemm_low_rank(
     elif a.shape[0] > 0:
         check_offs_values(offs, a.shape[0])
         acc = grouped_gemm_reference(a, weights, offs, out_dtype=torch.float32)
-        scaling, rank = torch.tensor(low.scaling, dtype=torch.float32), low.factor.shape[2]
+        scaling, rank = torch.tensor(low.scaling, dtype=torch.float32, device="cpu"), low.factor.shape[2]
         for group, (start, end) in enumerate(group_rows(offs, a.shape[0])):
             found = low.t[start:end, :rank].float() @ low.factor[group].float().T
             acc[start:end] = fma_float32(found, scaling, acc[start:end])

@@ -76,7 +76,7 @@ def grouped_gemm_plain(
     if backend == "reference":
         if offs is not None:
             check_offs_values(offs, a.shape[0])
-        ends = torch.tensor([a.shape[0]], dtype=torch.int32) if offs is None else offs
+        ends = torch.tensor([a.shape[0]], dtype=torch.int32, device="cpu") if offs is None else offs
         return grouped_gemm_plain_reference(a, weights, ends, out=result)
     driver = device_of(backend, a)
     if driver.arch != HOPPER.name:

@@ -17,7 +17,7 @@ from padless.reference.gemm import fma_float32
 def swiglu(gate: torch.Tensor, up: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
     """gate * sigmoid(alpha * gate) * up."""
     rule = epilogue.gate_rule
-    inner = gate if rule is None else gate * torch.tensor(rule.alpha, dtype=torch.float32)
+    inner = gate if rule is None else gate * torch.tensor(rule.alpha, dtype=torch.float32, device=gate.device)
     return gate * sigmoid_of(inner, epilogue) * up
 
 
@@ -40,7 +40,7 @@ def gate_and_up(x: torch.Tensor, gate_up: str) -> tuple[torch.Tensor, torch.Tens
         return x[:, 0::2], x[:, 1::2]
     if gate_up == "concatenated":
         return x[:, : n // 2], x[:, n // 2 :]
-    column = torch.arange(n)
+    column = torch.arange(n, device=x.device)
     is_gate = column // INTERLEAVE % 2 == 0
     return x[:, is_gate], x[:, ~is_gate]
 
@@ -51,7 +51,7 @@ def limited(gate: torch.Tensor, up: torch.Tensor, rule: GateRule | None) -> tupl
         return gate, up
     if rule.limit is not None:
         gate, up = gate.clamp(max=rule.limit), up.clamp(-rule.limit, rule.limit)
-    return gate, up + torch.tensor(rule.up_offset, dtype=torch.float32)
+    return gate, up + torch.tensor(rule.up_offset, dtype=torch.float32, device=up.device)
 
 
 def sigmoid_of(x: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -70,7 +70,7 @@ def polynomial_sigmoid(x: torch.Tensor) -> torch.Tensor:
     """s of `quantization.swiglu_rules` for x, which counts as at least -87.25."""
 
     def number(hexadecimal: str) -> torch.Tensor:
-        return torch.tensor(float.fromhex(hexadecimal), dtype=torch.float32)
+        return torch.tensor(float.fromhex(hexadecimal), dtype=torch.float32, device=x.device)
 
     x = x.clamp(-87.25, 87.0)
     n = (x.double() * -float.fromhex("0x1.715476p+0")).round().to(torch.float32)  # fma and 1.5 * 2^23 give the same

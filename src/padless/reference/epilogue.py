@@ -85,7 +85,7 @@ def group_values(
 def _raised(held: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
     """The larger of the two as bit patterns, where every NaN that was found is 0x7FC00000; both ()."""
     if largest.isnan():  # torch's own maximum may have the sign set, which would put it below every number
-        largest = torch.tensor(0x7FC00000, dtype=torch.int32).view(torch.float32)
+        largest = torch.tensor(0x7FC00000, dtype=torch.int32, device=largest.device).view(torch.float32)
     return torch.maximum(held.view(torch.int32), largest.view(torch.int32)).view(torch.float32)
 
 
@@ -100,8 +100,9 @@ def quantize_rows(
     assert format is not None
     block = format.block_k
     num_blocks = -(-d.shape[1] // block)
-    codes = torch.empty(d.shape, dtype=torch.uint8)
-    scales = torch.empty((d.shape[0], num_blocks), dtype=torch.float32 if format == FP8_BLOCK else torch.uint8)
+    codes = torch.empty(d.shape, dtype=torch.uint8, device=d.device)
+    of_scales = torch.float32 if format == FP8_BLOCK else torch.uint8
+    scales = torch.empty((d.shape[0], num_blocks), dtype=of_scales, device=d.device)
     for i in range(num_blocks):
         values = d[:, i * block : (i + 1) * block]
         largest = values.abs().max(dim=1).values  # NaN if there is one
@@ -216,8 +217,8 @@ def _store_row_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch
         out[start : start + len(scale)] = scale.view(out.dtype).to(out.device)
         return
     first = start if epilogue.row_layout == "blocked" else tile * 128
-    rows, columns = first + torch.arange(len(scale)), torch.arange(scale.shape[1])
-    _scatter(out, _tiled(rows, columns, -(-scale.shape[1] // 4)), scale)
+    rows, columns = (torch.arange(size, device=scale.device) for size in scale.shape)
+    _scatter(out, _tiled(first + rows, columns, -(-scale.shape[1] // 4)), scale)
 
 
 def _store_column_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: torch.Tensor, tile: int) -> None:
@@ -232,7 +233,7 @@ def _store_column_scales(epilogue: Epilogue, tensors: EpilogueTensors, scale: to
     if epilogue.column_layout == "plain":
         out[first : first + scale.shape[1]] = scale.t().contiguous().view(out.dtype).to(out.device)
         return
-    rows, columns = torch.arange(scale.shape[0]), torch.arange(scale.shape[1])
+    rows, columns = (torch.arange(size, device=scale.device) for size in scale.shape)
     if epilogue.column_layout == "blocked":
         where = _tiled(rows, first + columns, tensors.column_tiles)
     else:

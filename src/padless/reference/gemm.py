@@ -104,7 +104,7 @@ def gemm_reference(
     if b.data.dim() != 2:
         raise ValueError(f"b must be (N, K), got shape {tuple(b.shape)}")
     one_group = BlockScaledTensor(b.data[None], b.scale[None], b.format, b.global_scale, b.scale_layout)
-    return grouped_gemm_reference(a, one_group, torch.tensor([a.shape[0]]), out, out_dtype, accumulate)
+    return grouped_gemm_reference(a, one_group, torch.tensor([a.shape[0]], device="cpu"), out, out_dtype, accumulate)
 
 
 Operand = tuple[torch.Tensor, torch.Tensor, BlockScaledFormat]  # (rows, K) codes, their plain scales, format
@@ -119,7 +119,7 @@ def _multiply(a: Operand, b: Operand, global_scales: tuple[float, float], accumu
     K, n = a_codes.shape[1], b_codes.shape[0]
     step = math.gcd(a[2].block_k, b[2].block_k)
     compute_dtype = torch.float64 if accumulate == "float64" else torch.float32
-    acc = torch.zeros((a_codes.shape[0], n), dtype=compute_dtype)
+    acc = torch.zeros((a_codes.shape[0], n), dtype=compute_dtype, device="cpu")
     for k in range(0, K, step):
         # Exact but for e5m2: an e4m3 code product is a multiple of 2^-18, 128 of them stay below 2^25, and
         # float64 never rounds.
@@ -131,7 +131,7 @@ def _multiply(a: Operand, b: Operand, global_scales: tuple[float, float], accumu
             acc += partial * scale
         else:
             acc = fma_float32(partial.to(torch.float32), scale, acc)
-    for_both = torch.tensor(global_scales, dtype=compute_dtype).prod()
+    for_both = torch.tensor(global_scales, dtype=compute_dtype, device="cpu").prod()
     return acc * for_both
 
 
@@ -146,7 +146,7 @@ def _decode_codes(data: torch.Tensor, format: BlockScaledFormat) -> torch.Tensor
     packed = data.view(torch.uint8).long()
     if format == MXFP4_REPACKED:
         packed = _linear(packed)
-    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64)
+    table = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], dtype=torch.float64, device="cpu")
     return torch.stack([table[packed % 16], table[packed // 16]], dim=-1).flatten(-2)
 
 
@@ -156,9 +156,9 @@ _REPACKED = (14, 7, 8, 15, 4, 5, 6, 13, 0, 1, 2, 9, 26, 27, 28, 3)
 
 def _linear(packed: torch.Tensor) -> torch.Tensor:
     """(rows, K / 2) bytes of MXFP4_REPACKED codes as those of MXFP4: bits of words, then tiles of 16 rows x 64 of K."""
-    places = torch.tensor([*_REPACKED, *((place + 16) % 32 for place in _REPACKED)])
+    places = torch.tensor([*_REPACKED, *((place + 16) % 32 for place in _REPACKED)], device="cpu")
     bits = packed.reshape(-1, 4)[:, places // 8] >> places % 8 & 1
-    codes = (bits.reshape(-1, 4, 8) << torch.arange(8)).sum(-1).reshape(-1, packed.shape[1] // 32, 16, 32)
+    codes = (bits.reshape(-1, 4, 8) << torch.arange(8, device="cpu")).sum(-1).reshape(-1, packed.shape[1] // 32, 16, 32)
     found = torch.empty_like(packed)
     for row, tile in itertools.product(range(packed.shape[0]), range(packed.shape[1] // 32)):
         lies = row % 16 ^ (3 if tile % 2 else 0)

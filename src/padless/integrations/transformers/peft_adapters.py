@@ -16,7 +16,7 @@ from padless.integrations.transformers.experts import NAME, fused_activation
 from padless.integrations.transformers.weights import ADAPTERS, expert_weights, first_projection, is_quantized, label
 from padless.moe.activation import Activation
 from padless.moe.routing import check_ids
-from padless.nn.lora.base import format_of_rows
+from padless.nn.lora.base import MAX_RANK, format_of_rows
 from padless.nn.lora.experts import adapted_experts, routed
 from padless.nn.lora.frozen import Frozen
 from padless.nn.lora.low_rank import Factors, LowRank
@@ -113,7 +113,7 @@ def _wrapper() -> Any:
             return _adapted(wrapper, factors, x, *args, **keywords)
 
         def factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-            """A (E, r, K) and scaling * B (E, N, r), bfloat16, ranks of all active adapters next to one another."""
+            """A (E, r, K) and scaling * B (E, N, r), ranks of all active adapters next to one another."""
             names = [] if self.disable_adapters else [n for n in self.active_adapters if n in self.lora_A]
             if not names:
                 return None
@@ -122,7 +122,7 @@ def _wrapper() -> Any:
                 (self.lora_B[n].weight * self.scaling[n]).unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
                 for n in names
             ]
-            return torch.cat(a, 1).to(torch.bfloat16), torch.cat(b, 2).to(torch.bfloat16)
+            return torch.cat(a, 1), torch.cat(b, 2)
 
     return ParamWrapper
 
@@ -151,6 +151,11 @@ def _adapted(
         if side not in factors:
             return None
         a, b = factors[side]
+        if a.shape[1] > MAX_RANK:
+            raise ValueError(
+                f"the active adapters of {label(module, side)} have a rank of {a.shape[1]} together; at most "
+                f"{MAX_RANK} is computed: activate fewer, or adapters of a lower rank"
+            )
         return LowRank(Factors((a,), (b,), 1, 1.0), offs)
 
     return adapted_experts(

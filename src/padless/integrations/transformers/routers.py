@@ -82,7 +82,8 @@ def _check_same(module: Any, forward: Any) -> None:
     if module.weight.is_meta:
         return
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_TOKENS, module.hidden_dim, generator=generator, dtype=torch.float32).to(module.weight)
+    x = torch.randn(_TOKENS, module.hidden_dim, generator=generator, dtype=torch.float32, device="cpu")
+    x = x.to(module.weight)
     with torch.no_grad():
         want, got = type(module).forward(module, x), forward(x)
     # Sorted: which of equal scores are chosen, and in which order, is left open.

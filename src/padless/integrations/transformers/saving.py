@@ -183,6 +183,7 @@ def _same_activation(module: Any, twin: Any, gated: bool) -> bool:
         (2 if gated else 1) * expert_weights(module).w2.logical_shape[-1],
         generator=torch.Generator().manual_seed(0),
         dtype=torch.float32,
+        device="cpu",
     )
     rows = rows.to(hidden.device)
     with torch.no_grad():

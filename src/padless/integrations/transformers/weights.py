@@ -58,12 +58,17 @@ def is_quantized(module: nn.Module) -> bool:
 def keep_codes(model: nn.Module) -> None:
     """Makes codes and scales of a model's quantized experts `Codes`, and notes where in the model the experts are."""
     for path, module in model.named_modules():
-        if not is_quantized(module):
-            continue
-        setattr(module, _PATH, path)
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if name.startswith((first_projection(module), "down_proj")) and not name.endswith("_bias"):
-                module.register_parameter(name, Codes(parameter.detach(), requires_grad=parameter.requires_grad))
+        if is_quantized(module):
+            setattr(module, _PATH, path)
+            _keep(module)
+            module.register_load_state_dict_post_hook(_keep)  # which may have put other parameters there: assign=True
+
+
+def _keep(module: nn.Module, *_: Any) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        is_codes = name.startswith((first_projection(module), "down_proj")) and not name.endswith("_bias")
+        if is_codes and not isinstance(parameter, Codes):
+            module.register_parameter(name, Codes(parameter.detach(), requires_grad=parameter.requires_grad))
 
 
 def label(module: nn.Module, name: str) -> str:

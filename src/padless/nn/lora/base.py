@@ -155,4 +155,5 @@ class AdaptedModule(nn.Module):
     ) -> Factors:
         """The factors of adapters of these names; with_none: an expert has a group without an adapter too."""
         down, up = (tuple(p[name] for name in names) for p in (a, b))
-        return Factors(down, up, len(names) + with_none, self.scaling)
+        # Times 1: with dynamic=True Dynamo cannot take a module's own float into two functions of autograd.
+        return Factors(down, up, len(names) + with_none, self.scaling * 1.0)
