@@ -299,35 +299,35 @@ EXCHANGE_REASONS = (
     Reason(
         r"atom\.global\.sys\.release\.exch",
         r"\.release relaxed|\.sys narrowed",
-        r"cells\.py:98, receiver",
+        r"cells\.py:154, receiver",
         "Not observable here: no launch of the pair waits for it. The same signal to another rank is killed in the pair "
         "in which this kernel is the sender.",
     ),
     Reason(
         r"atom\.global\.sys\.acquire\.add|bar\.sync",
         r"\.acquire relaxed|deleted",
-        r"cells\.py:53, sender",
+        r"cells\.py:109, sender",
         "Not observable here: what a sender waits for has come before the launch. The same wait is killed in the pair "
         "in which this kernel is the receiver.",
     ),
     Reason(
         r"bar\.sync",
         "deleted",
-        r"cells\.py:73",
+        r"cells\.py:129",
         "The poll hands what it acquired to all threads through shared memory and a barrier, which orders them "
         "already.",
     ),
     Reason(
         r"bar\.sync|atom\.global\.sys\.acq_rel\.add",
         r"deleted|\.acq_rel relaxed",
-        r"cells\.py:8[35], receiver",
+        r"cells\.py:139, receiver",
         "Not observable here: it orders this launch before a signal that no launch of the pair waits for. It is killed "
         "in the pair in which this kernel is the sender.",
     ),
     Reason(
         r"bar\.sync",
         "deleted",
-        r"cells\.py:83, sender",
+        r"cells\.py:139, sender",
         "Not observable here: barriers between the stores of ids and of weights order the ids as well, and no launch of "
         "the pair reads weights. The same barrier is killed in the pairs of `publish`.",
     ),

@@ -56,11 +56,18 @@ def exchange_of(point: dict[str, Any], ranks: int) -> Exchange:
     return Exchange(ranks, *(point[name] for name in ("tokens", "hidden", "experts", "top_k")))
 
 
-def test_four_gpus_as_measured() -> None:
-    found = records("2026-11-29-h200-ep.jsonl")
-    assert len(found) == 18
+@pytest.mark.parametrize(
+    ("name", "ranks", "least"),
+    [
+        ("2026-11-30-h200x2-ep.jsonl", 2, 1),
+        ("2026-11-29-h200-ep.jsonl", 4, 4096),  # kernels for fewer tokens have changed since
+    ],
+)
+def test_several_gpus_as_measured(name: str, ranks: int, least: int) -> None:
+    found = [record for record in records(name) if record["point"]["tokens"] >= least]
+    assert len(found) == (18 if least == 1 else 6)
     for record in found:
-        e = exchange_of(record["point"], 4)
+        e = exchange_of(record["point"], ranks)
         exchange, layer = predict(e), predict_layer(e, record["point"]["intermediate"])
         said = {"dispatch": exchange.dispatch, "combine": exchange.combine, "layer": layer.layer, "step": layer.step}
         for what, us in said.items():

@@ -39,6 +39,14 @@ def test_sizes_of_buffers() -> None:
     ep_symm_regions.CASES["sizes_of_buffers"]("cpu")
 
 
+def test_memory_is_where_it_is_wanted_whatever_the_default_device() -> None:
+    p = exchange.draw([2, 1], 4, 32, 3, 1)
+    with torch.device("meta"):
+        (state, _) = ep_virtual.make(p, device="cpu").states
+    made = (state.buffer, state.pointers, state.counters, state.status)
+    assert [t.device.type for t in made] == ["cpu"] * len(made)
+
+
 @pytest.mark.slow
 def test_regions_of_virtual_ranks() -> None:
     found = interpreted("ep_symm_regions.py")

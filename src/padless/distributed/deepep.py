@@ -102,7 +102,7 @@ class DeepEpBackend:
         self._buffer, self._settings, self._placement = buffer, settings, placement
         device = placement.rank_of.device
         self._found = torch.zeros(2, dtype=torch.int32, device=device)  # rows too many; 1 + a rank with wrong ids
-        self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         self._routes: dict[int, tuple[StorageWeakRef, Route]] = {}
 
     # --- calls ---------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from padless.distributed.symm_state import FEW_SLOTS, FEW_TOKENS, HALVED_BYTES
 
 SAMPLES = 20_000
 WEIGHTS_RATE = 1.06  # of a copy's, at which the products of few rows read weights
-EXPERT_US = 0.5  # of each of up to `FULL` experts that are read, whose last tiles leave SMs without work
-FULL = 32
+LAST_EXPERTS = 1.7  # whose bytes are as long on their way as the last tiles leave SMs without work
+EXPERT_US = 0.33  # of an expert that is read, on top of its bytes
 OUTPUT_US = 4.0e-7  # of a value of a product's result, on top of its multiplications
 TOGETHER = 1.5  # exponent by which the times of multiplications and of weights' bytes add up
 STEP_PRODUCTS = 3.0  # products of a training step in those of a forward pass: forward, rows' gradients, weights'
@@ -181,7 +181,7 @@ def predict_layer(e: Exchange, intermediate: int, machine: Machine | None = None
     local, rows, weights = e.experts // e.ranks, served.rows, 3 * e.hidden * intermediate
     multiplied = rows * (2 * weights / m.products * 1e-6 + (2 * intermediate + e.hidden) * OUTPUT_US)
     met = most_experts(e)
-    read = met * weights / (WEIGHTS_RATE * m.memory) * 1e-3 + min(met, FULL) * EXPERT_US
+    read = (met + LAST_EXPERTS) * weights / (WEIGHTS_RATE * m.memory) * 1e-3 + met * EXPERT_US
     products = (multiplied**TOGETHER + read**TOGETHER) ** (1 / TOGETHER)  # whose launches are covered
     passes = local * weights * STEP_WEIGHT_BYTES + rows * (e.hidden + 3 * intermediate) * STEP_ROW_BYTES
     step = STEP_US + STEP_PRODUCTS * products + passes / m.memory * 1e-3 + 2 * (trained.dispatch + trained.combine)

@@ -4,8 +4,8 @@ A dispatch is `publish` (quantize into the own buffer, ids and weights to all ra
 all signals, sort the slots, pull every token that has rows here and store it to all of them). A combine is
 `send_back` (sum a token's rows, store the sum at its origin, signal) and `finish` (wait, add the ranks' sums in
 order), or with sums of slots each row is stored at the origin and added there. No step waits for a later step of
-another rank, so on one device virtual ranks can run step by step, each step for all of them. With few slots a launch
-may begin while the one ahead of it still runs, which it waits for first of all.
+another rank, so on one device virtual ranks can run step by step, each step for all of them. A launch of few slots, of
+a combine or of a wait may begin while the one ahead of it still runs, which it waits for first of all.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class SymmBackend:
         most_polling: int = MOST_POLLING,
     ) -> None:
         """polls: how often to look for a rank where there is no clock. few_slots: up to which a dispatch is two
-        launches, if it has few tokens as well. most_polling: warps of a launch that wait for ranks
-        themselves.
+        launches, if it has few tokens as well. most_polling: warps of a launch that wait
+        for ranks themselves.
         """
         self.is_few = settings.num_slots <= few_slots and settings.num_ranks * settings.max_tokens <= FEW_TOKENS
         self._state, self._settings, self._placement = state, settings, placement

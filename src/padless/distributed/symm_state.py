@@ -140,6 +140,6 @@ def allocate_virtual(settings: list[Settings], device: torch.device, halved_byte
 
 def _state(layout: Layout, buffer: torch.Tensor, pointers: list[int], owner: object) -> State:
     device = buffer.device
-    status = torch.zeros(NUM_STATUS, dtype=torch.int64, pin_memory=device.type == "cuda")
+    status = torch.zeros(NUM_STATUS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
     return State(layout, buffer, torch.tensor(pointers, device=device), counters, status, owner)

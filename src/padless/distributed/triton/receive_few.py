@@ -23,7 +23,7 @@ def _ids(ids_ptr, slot, slots):
 
 @triton.jit
 def _places(local_index_ptr, ids, slot, num_experts, num_local_experts, SLOTS: tl.constexpr):
-    """What slots are sorted by: their local expert, num_local_experts for none, and then the slot."""
+    """Numbers by which slots are sorted: of their local expert, num_local_experts for none, and then of the slot."""
     local = tl.load(local_index_ptr + ids, mask=(ids >= 0) & (ids < num_experts), other=-1)
     return tl.where(local >= 0, local, num_local_experts) * SLOTS + slot
 
