@@ -57,7 +57,7 @@ def test_every_weaker_signal_of_a_sender_is_noticed(exchanges: dict[str, Any]) -
     """What is left of signals is those of receivers, which nothing in their pair waits for."""
     left = [s["source"] for s in exchanges["survivors"] if "release.exch" in s["instruction"]]
     assert left
-    assert all(source.endswith("cells.py:98, receiver") for source in left)
+    assert all(source.endswith("cells.py:154, receiver") for source in left)
 
 
 @pytest.mark.slow
