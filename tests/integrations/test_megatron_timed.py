@@ -29,6 +29,8 @@ def tool() -> Iterator[Any]:
     state = importlib.import_module("megatron.core.parallel_state")
     with pytest.MonkeyPatch.context() as patch:
         stand_ins(patch)
+        if not hasattr(importlib.import_module("megatron.core.transformer.moe.experts"), "GroupedMLPSubmodules"):
+            pytest.skip("needs Megatron-Core 0.19, whose layers the tool times")
         found.start_megatron("gloo")
         try:
             yield found
