@@ -29,8 +29,8 @@ def activations_of(pair: Any) -> str:
 
 
 def check_layer(out: torch.Tensor, layer: Layer, bound: float) -> None:
-    """Every token's error over its norm, with which that of quantization grows, or, for a smaller token, over the root of
-    the mean square of all tokens' norms.
+    """Every token's error over its norm, with which that of quantization grows, or, for a smaller token, over the root
+    of the mean square of all tokens' norms.
     """
     want = dense(layer)
     assert out.shape == want.shape
