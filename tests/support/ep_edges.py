@@ -225,6 +225,28 @@ def no_gradients(ranks: Ranks) -> None:
     assert not x.requires_grad
 
 
+def router_of_inference_mode(ranks: Ranks) -> None:
+    """Tokens, ids and router weights that inference mode made, in layers that are trained."""
+    for sums in ("ranks", "slots") if ranks.backend != "deepep" else ("ranks",):
+        d = Drawn(ranks, 3, torch.bfloat16)
+        ep = d.make(ranks, fmt=torch.bfloat16, sums=sums)
+        mine = quantized([d.w13, d.w2], list(ep.local_experts), padless.FP8_BLOCK, ranks)
+        layer = Experts(HIDDEN, INTERMEDIATE, len(d.p.expert_map), ep=ep, device=ranks.device)
+        factor = torch.tensor(1.5, dtype=torch.bfloat16, device=ranks.device, requires_grad=True)
+        given = ranks.own(d.p)
+        with torch.inference_mode():
+            made = [t.clone() for t in given]
+        for call in (
+            lambda x, ids, weights, ep=ep, mine=mine: moe(x, ids, weights, *mine, ep=ep),
+            layer,
+            lambda *g, ep=ep, f=factor: expert_parallel_moe(*g, ep, experts_fn=lambda rows, offs: rows * f),
+        ):
+            out = call(*made)
+            out.sum().backward()
+            assert_bits(out.detach(), call(*given).detach(), sums)
+        assert factor.grad is not None
+
+
 def shared_rows(ranks: Ranks) -> None:
     """`shared` is added to the ranks' sum in float32, with one rounding, by `moe` and by `Experts`.
 
@@ -394,5 +416,7 @@ def wrong_calls(ranks: Ranks) -> None:
 
 CASES = {
     function.__name__: function
-    for function in (little_or_nothing, no_gradients, shared_rows, construction, wrong_calls)
+    for function in (
+        little_or_nothing, no_gradients, router_of_inference_mode, shared_rows, construction, wrong_calls,
+    )  # fmt: skip
 }

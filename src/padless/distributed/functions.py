@@ -51,7 +51,8 @@ class Combine(torch.autograd.Function):
     def forward(ctx: Any, backend: Any, rows: torch.Tensor, weighted: bool, *plan: torch.Tensor | None):
         p = ExpertPlan(*(None if t is None else t.detach() for t in plan))  # type: ignore[arg-type]
         ctx.backend, ctx.weighted = backend, weighted
-        ctx.save_for_backward(rows if weighted else None, *p)
+        # Without the router weights, which may be inference mode's.
+        ctx.save_for_backward(rows if weighted else None, *p[:5])
         return backend.combine(rows.detach(), p, p.prob if weighted else None, None)[0]
 
     @staticmethod
