@@ -169,6 +169,21 @@ class ExpertParallel:
         replayed with other tokens, ids and weights. Raises ValueError for wrong arguments, on all ranks with
         "collective"; ids from E on are else found by the device, count as none, and the next call raises.
         """
+        rows, plan = self._dispatch(tokens, ids, weights, global_scale=global_scale)
+        if self.settings.sums == "slots":  # whose `combine` reads them: the caller's may be another batch's by then
+            assert plan.weights is not None
+            plan = plan._replace(weights=plan.weights.clone())
+        return rows, plan
+
+    def _dispatch(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        global_scale: torch.Tensor | None = None,
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """`dispatch` for a combine in the same call: plan.weights is the caller's memory."""
         self._backend.check()
         with self.checking():
             checks.check_tokens(self.settings, self.device, tokens, ids, weights, global_scale)
@@ -192,7 +207,8 @@ class ExpertParallel:
         on T, other tokens, its place, or timing. A token without experts is 0. A collective call. Raises ValueError.
 
         With sums="slots": out[t] = bf16(sum over the token's slots in order, float32, of rows[slot]), as
-        `padless.moe.combine` of all its rows: it does not depend on where its experts are either.
+        `padless.moe.combine` of all its rows: it does not depend on where its experts are either. Rows are then
+        multiplied at home, by plan.weights, and another plan.prob is not read.
         """
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)

@@ -158,7 +158,7 @@ def moe_over_ranks(
         given = ep, experts, tracked(x), top_k_weights, top_k_index, shared, out_dtype
         return _MoeOverRanks.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad():
-        rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
+        rows, plan = ep._dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
         hidden = experts.activated(experts.quantized(rows, plan.offs), plan.offs)
         with ahead.ready(experts.ready(ep.settings.num_slots)):
             y = experts.second.product(hidden, plan.offs)
@@ -221,7 +221,7 @@ class _MoeOverRanks(torch.autograd.Function):
     def forward(
         ctx: Any, ep: ExpertParallel, experts: QuantizedExperts, x, top_k_weights, top_k_index, shared, out_dtype
     ):
-        received, plan = ep.dispatch(x, top_k_index, top_k_weights)
+        received, plan = ep._dispatch(x, top_k_index, top_k_weights)
         rows = experts.quantized(received, plan.offs)
         assert isinstance(rows, BlockScaledTensor)
         out = summed(ep, experts.product(rows, plan.offs).to(ep.settings.partial), plan, shared, out_dtype)

@@ -252,7 +252,7 @@ class LoraExperts(AdaptedModule):
                 adapter_ids = torch.full(x.shape[:1], chosen, dtype=torch.int64, device=x.device)
             with ep.checking():
                 ids = self._pairs(ids, adapter_ids)
-        rows, plan = ep.dispatch(x, ids, weights)
+        rows, plan = ep._dispatch(x, ids, weights)
         assert isinstance(rows, torch.Tensor)
         offs, names = plan.offs, trained
         if self._sends_pairs:
