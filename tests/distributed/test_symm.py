@@ -82,7 +82,8 @@ def test_processes_that_share_memory(size: int) -> None:
 
 @pytest.mark.slow
 def test_processes_with_little_or_nothing() -> None:
-    found = interpreted("ep_shared.py", "2", "construction", "no_gradients", "shared_rows", "router_of_inference_mode", "little_or_nothing")
+    names = "construction", "no_gradients", "shared_rows", "router_of_inference_mode", "little_or_nothing"
+    found = interpreted("ep_shared.py", "2", *names)
     assert not any(found.values()), found
 
 

@@ -366,8 +366,13 @@ def wrong_calls(ranks: Ranks) -> None:
     model = MoE(HIDDEN, INTERMEDIATE, 2 * ranks.size, 2, ep=plain, device=ranks.device, dtype=torch.bfloat16)
     grad = x.clone().requires_grad_()
 
+    fp4, scale = ranks.make(p, fmt=padless.NVFP4), 0.01 + torch.rand(1, generator=generator).to(ranks.device)
+
     def scaled(scale: Any) -> Any:
         return ep.dispatch(x, ids, weights, global_scale=scale)
+
+    def of_nvfp4(scale: torch.Tensor) -> Any:
+        return fp4.dispatch(x, ids, weights, global_scale=scale)
 
     calls: tuple[tuple[Callable[[], Any], Callable[[], Any], str], ...] = (
         (lambda: moe(x[0], ids, weights, *w, ep=ep), lambda: moe(x, ids, weights, *w, ep=ep), "x must be"),
@@ -404,6 +409,10 @@ def wrong_calls(ranks: Ranks) -> None:
             "x requires grad",
         ),
         (lambda: scaled(0.5), lambda: scaled(None), "global_scale must be None"),
+        *(
+            (lambda s=s: of_nvfp4(s), lambda: of_nvfp4(scale), "global_scale (must be|requires grad)")
+            for s in (scale[None], scale.to("meta"), -scale, scale.clone().requires_grad_())
+        ),
     )
     for number, (wrong, right, words) in enumerate(calls):
         if ranks.rank == 0:
