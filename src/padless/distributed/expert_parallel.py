@@ -210,16 +210,23 @@ class ExpertParallel:
         `padless.moe.combine` of all its rows: it does not depend on where its experts are either. Rows are then
         multiplied at home, by plan.weights, and another plan.prob is not read.
         """
+        return self._combine(rows, plan, weighted, None)
+
+    def _combine(
+        self, rows: torch.Tensor, plan: ExpertPlan, weighted: bool, shared: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`combine`, plus shared (T, H): see `summed`."""
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)
         if self.settings.row_format.is_plain:
             rows = tracked(rows)
-        wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad))
-        if wants_grad:
-            out: torch.Tensor = Combine.apply(self._backend, rows, weighted, *plan)  # type: ignore[no-untyped-call]
-            return out
-        prob = plan.prob.detach() if weighted else None
-        return self._backend.combine(rows.detach(), plan, prob, None)[0]
+        at_home = shared if self.settings.sums == "slots" else None
+        if torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad)):
+            out: torch.Tensor = Combine.apply(self._backend, rows, weighted, at_home, *plan)  # type: ignore[no-untyped-call]
+        else:
+            more = () if at_home is None else (at_home.detach(),)
+            out = self._backend.combine(rows.detach(), plan, plan.prob.detach() if weighted else None, None, *more)[0]
+        return out if shared is None or at_home is not None else (out.float() + shared.float()).to(out.dtype)
 
     def _moe(
         self,
