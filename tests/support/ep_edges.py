@@ -425,12 +425,5 @@ def wrong_calls(ranks: Ranks) -> None:
 
 CASES = {
     function.__name__: function
-    for function in (
-        little_or_nothing,
-        no_gradients,
-        router_of_inference_mode,
-        shared_rows,
-        construction,
-        wrong_calls,
-    )
+    for function in (little_or_nothing, no_gradients, router_of_inference_mode, shared_rows, construction, wrong_calls)
 }
