@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import padless
 from padless.distributed import ExpertParallel, expert_parallel_moe
@@ -368,6 +369,10 @@ def wrong_calls(ranks: Ranks) -> None:
 
     fp4, scale = ranks.make(p, fmt=padless.NVFP4), 0.01 + torch.rand(1, generator=generator).to(ranks.device)
 
+    def with_tangent(call: Callable[[torch.Tensor], Any], t: torch.Tensor) -> Any:
+        with forward_ad.dual_level():
+            return call(forward_ad.make_dual(t, torch.rand_like(t)))
+
     def scaled(scale: Any) -> Any:
         return ep.dispatch(x, ids, weights, global_scale=scale)
 
@@ -409,6 +414,17 @@ def wrong_calls(ranks: Ranks) -> None:
             "x requires grad",
         ),
         (lambda: scaled(0.5), lambda: scaled(None), "global_scale must be None"),
+        (lambda: ep.dispatch(x, ids.to_sparse(), weights), lambda: scaled(None), "ids is a torch.sparse_coo"),
+        *(
+            (lambda call=call: with_tangent(call, x), lambda call=call: call(x), "has a tangent")
+            for call in (
+                lambda t: ep.dispatch(t, ids, weights),
+                lambda t: plain.dispatch(t, ids, weights),
+                lambda t: plain.dispatch(x, ids, t[:, :2].float()),
+                lambda t: layer(t, ids, weights),
+                lambda t: moe(t, ids, weights, *w, ep=plain),
+            )
+        ),
         *(
             (lambda s=s: of_nvfp4(s), lambda: of_nvfp4(scale), "global_scale (must be|requires grad)")
             for s in (scale[None], scale.to("meta"), -scale, scale.clone().requires_grad_())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from padless.arguments import check_integer, check_number, check_readable
+from padless.arguments import check_integer, check_number, check_readable, refuse_kinds, refuse_tangents
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import PLAIN
 from padless.distributed.settings import Settings
@@ -114,6 +114,8 @@ def check_tokens(
     ):
         raise ValueError(f"ids must be {count} x {s.top_k} int32 or int64 on {device}, got {describe(ids)}")
     check_matrix("weights", weights, count, s.top_k, device)
+    refuse_kinds(ids=ids)
+    refuse_tangents(tokens=tokens, weights=weights)
     fmt = s.row_format.format
     if (global_scale is None) == (fmt == NVFP4):
         wanted = "one float32 value" if fmt == NVFP4 else "None"
@@ -158,3 +160,4 @@ def check_rows(s: Settings, device: torch.device, rows: object, plan: object) ->
         or rows.device != device
     ):
         raise ValueError(f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}")
+    refuse_tangents(rows=rows)

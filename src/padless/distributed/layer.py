@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.arguments import check_type, refuse_gradients, shown
+from padless.arguments import check_type, refuse_gradients, refuse_tangents, shown
 from padless.distributed.checks import check_tokens
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed, tracked
 from padless.distributed.plan import ExpertPlan
@@ -174,6 +174,7 @@ def check(
     trains: bool,
 ) -> None:
     """Raises ValueError for a layer that ``ep`` is not for."""
+    refuse_tangents(x=x)
     s, here, given = ep.settings, len(ep.local_experts), experts.first.weights.data.shape[0]
     if given != here:
         raise ValueError(
