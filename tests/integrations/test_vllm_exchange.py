@@ -153,7 +153,7 @@ def refused(rank: Rank) -> None:
         with pytest.raises(ValueError, match="num_experts is 7 and the exchange was made for 6"):
             exchange.prepare(*given, 7, None, False, None, defer_input_quant=False)
         turned = torch.randperm(E, generator=torch.Generator().manual_seed(3)).to(torch.int32)
-        with pytest.raises(ValueError, match=r"expert_map has experts \(.*\) here and the exchange \(0, 1, 2, 3, 4, 5\)"):
+        with pytest.raises(ValueError, match=r"expert_map has experts \(.*\) here and the exchange \(0, 1, 2,"):
             exchange.prepare(*given, E, turned, False, None, defer_input_quant=False)
         with pytest.raises(ValueError, match="finalize comes behind a prepare"):
             exchange.finalize(layer.x, layer.x, None, None, False, None)

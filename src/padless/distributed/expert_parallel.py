@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class ExpertParallel:
         sums: Sums = "ranks",
     ) -> None:
         group = process_group(group_or_mesh)
-        with suppress(TypeError):  # None, and what is no sequence, stays
-            expert_map = list(expert_map)  # type: ignore[arg-type]
+        with suppress(Exception):  # None, and what is no sequence of integers, stays
+            expert_map = [index(r) for r in expert_map]  # type: ignore[union-attr]
         given = {
             "num_experts": num_experts, "hidden": hidden, "top_k": top_k, "max_tokens": max_tokens,
             "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
