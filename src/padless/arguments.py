@@ -151,6 +151,11 @@ def refuse_gradients(**arguments: object) -> None:
     if torch.is_grad_enabled():
         for name, value in arguments.items():
             _refuse(name, value)
+    refuse_tangents(**arguments)
+
+
+def refuse_tangents(**arguments: object) -> None:
+    """Raises ValueError for a tensor that has a tangent of forward-mode differentiation, by its name."""
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         for name, value in arguments.items():
             if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:

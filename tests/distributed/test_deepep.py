@@ -181,7 +181,7 @@ def choice(ranks: Ranks) -> None:
 
 CASES = (
     "sizes", "gradient_rows", "invariance", "transposes", "refusals", "as_collective", "choice", "little_or_nothing",
-    "no_gradients", "shared_rows", "construction",
+    "no_gradients", "shared_rows", "router_of_inference_mode", "construction",
 )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ class OneRank:
 def test_second_derivatives_of_an_exchange_are_refused(cotangent: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 1, requires_grad=True)
     rows, *plan = Dispatch.apply(OneRank(), x, weights, torch.zeros(5, 1, dtype=torch.int32))
-    out = Combine.apply(OneRank(), rows, True, *plan)
+    out = Combine.apply(OneRank(), rows, True, None, *plan)
     (first,) = torch.autograd.grad(cotangent(out), x, retain_graph=True)
     assert first.count_nonzero() == first.numel()
     with pytest.raises(RuntimeError, match=r"create_graph is True .* can be differentiated once"):

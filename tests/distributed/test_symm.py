@@ -72,6 +72,7 @@ def test_processes_that_share_memory(size: int) -> None:
         "errors",
         "sizes",
         "functions_of_slots",
+        "batches_in_one_memory",
         "gradients_of_slots",
         *(("training",) if size == 2 else ()),
     )
@@ -81,7 +82,8 @@ def test_processes_that_share_memory(size: int) -> None:
 
 @pytest.mark.slow
 def test_processes_with_little_or_nothing() -> None:
-    found = interpreted("ep_shared.py", "2", "construction", "no_gradients", "shared_rows", "little_or_nothing")
+    names = "construction", "no_gradients", "shared_rows", "router_of_inference_mode", "little_or_nothing"
+    found = interpreted("ep_shared.py", "2", *names)
     assert not any(found.values()), found
 
 

@@ -152,13 +152,17 @@ def refused(rank: Rank) -> None:
             exchange.prepare(*given, E, None, False, None, defer_input_quant=True)
         with pytest.raises(ValueError, match="num_experts is 7 and the exchange was made for 6"):
             exchange.prepare(*given, 7, None, False, None, defer_input_quant=False)
+        turned = torch.randperm(E, generator=torch.Generator().manual_seed(3)).to(torch.int32)
+        with pytest.raises(ValueError, match=r"expert_map has experts \(.*\) here and the exchange \(0, 1, 2,"):
+            exchange.prepare(*given, E, turned, False, None, defer_input_quant=False)
         with pytest.raises(ValueError, match="finalize comes behind a prepare"):
             exchange.finalize(layer.x, layer.x, None, None, False, None)
         experts, w1, w2 = experts_of(layer, slice(0, E))
         silu = vllm("activation").MoEActivation.SILU
         with pytest.raises(ValueError, match="hidden_states are not quantized and grouped"):
             experts.apply(layer.x, layer.x, w1, w2, *given[1:], silu, E, None, None, None, None, None, None, False)
-        rows, _, meta, ids, weights = exchange.prepare(*given, E, None, False, None, defer_input_quant=False)
+        in_place = torch.arange(E, dtype=torch.int32)
+        rows, _, meta, ids, weights = exchange.prepare(*given, E, in_place, False, None, defer_input_quant=False)
         used = int(meta.expert_num_tokens.sum())
         assert used == int(((layer.ids >= 0) & (layer.ids < E)).sum())
         assert torch.equal(torch.bincount(ids[:used, 0].long(), minlength=E), meta.expert_num_tokens.long())

@@ -269,6 +269,10 @@ def errors(ranks: Ranks) -> None:
             small.check()
     with pytest.raises(ValueError, match="rows must be"):
         ep.combine(x, ep.dispatch(x, ids, weights)[1])
+    large = ranks.make(p, max_tokens=8)
+    _, plan = large.dispatch(x, ids, weights)
+    with pytest.raises(ValueError, match=r"plan has .* slots and this object .*; give the plan that its own dispatch"):
+        ep.combine(torch.randn(len(plan.prob), 64).bfloat16().to(ranks.device), plan)
     x.requires_grad_()
     with pytest.raises(ValueError, match=r"requires grad|wrong arguments"):
         ep.dispatch(x, ids, weights)

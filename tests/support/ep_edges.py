@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import padless
 from padless.distributed import ExpertParallel, expert_parallel_moe
@@ -225,6 +226,28 @@ def no_gradients(ranks: Ranks) -> None:
     assert not x.requires_grad
 
 
+def router_of_inference_mode(ranks: Ranks) -> None:
+    """Tokens, ids and router weights that inference mode made, in layers that are trained."""
+    for sums in ("ranks", "slots") if ranks.backend != "deepep" else ("ranks",):
+        d = Drawn(ranks, 3, torch.bfloat16)
+        ep = d.make(ranks, fmt=torch.bfloat16, sums=sums)
+        mine = quantized([d.w13, d.w2], list(ep.local_experts), padless.FP8_BLOCK, ranks)
+        layer = Experts(HIDDEN, INTERMEDIATE, len(d.p.expert_map), ep=ep, device=ranks.device)
+        factor = torch.tensor(1.5, dtype=torch.bfloat16, device=ranks.device, requires_grad=True)
+        given = ranks.own(d.p)
+        with torch.inference_mode():
+            made = [t.clone() for t in given]
+        for call in (
+            lambda x, ids, weights, ep=ep, mine=mine: moe(x, ids, weights, *mine, ep=ep),
+            layer,
+            lambda *g, ep=ep, f=factor: expert_parallel_moe(*g, ep, experts_fn=lambda rows, offs: rows * f),
+        ):
+            out = call(*made)
+            out.sum().backward()
+            assert_bits(out.detach(), call(*given).detach(), sums)
+        assert factor.grad is not None
+
+
 def shared_rows(ranks: Ranks) -> None:
     """`shared` is added to the ranks' sum in float32, with one rounding, by `moe` and by `Experts`.
 
@@ -317,6 +340,8 @@ def construction(ranks: Ranks) -> None:
         sentences = gathered(said(lambda given=given: made(**given)))
         assert len(set(sentences)) == 1, sentences
         assert words in sentences[0], sentences[0]
+    turns = torch.arange(2 * n) % n
+    assert made(expert_map=turns if first else turns.tolist()).expert_map == tuple(turns.tolist())
     runs = [e // 2 for e in range(2 * n)]
     runs[-1], runs[0] = runs[0], runs[-1]  # of three ranks the second has its run, and the others have not
     layer = Experts(HIDDEN, INTERMEDIATE, 2 * n, ep=made(expert_map=runs))
@@ -344,8 +369,18 @@ def wrong_calls(ranks: Ranks) -> None:
     model = MoE(HIDDEN, INTERMEDIATE, 2 * ranks.size, 2, ep=plain, device=ranks.device, dtype=torch.bfloat16)
     grad = x.clone().requires_grad_()
 
+    fp4, scale = ranks.make(p, fmt=padless.NVFP4), 0.01 + torch.rand(1, generator=generator).to(ranks.device)
+    unread = [-scale] if ranks.device.type == "cpu" else []  # on a GPU values are not read
+
+    def with_tangent(call: Callable[[torch.Tensor], Any], t: torch.Tensor) -> Any:
+        with forward_ad.dual_level():
+            return call(forward_ad.make_dual(t, torch.rand_like(t)))
+
     def scaled(scale: Any) -> Any:
         return ep.dispatch(x, ids, weights, global_scale=scale)
+
+    def of_nvfp4(scale: torch.Tensor) -> Any:
+        return fp4.dispatch(x, ids, weights, global_scale=scale)
 
     calls: tuple[tuple[Callable[[], Any], Callable[[], Any], str], ...] = (
         (lambda: moe(x[0], ids, weights, *w, ep=ep), lambda: moe(x, ids, weights, *w, ep=ep), "x must be"),
@@ -382,6 +417,21 @@ def wrong_calls(ranks: Ranks) -> None:
             "x requires grad",
         ),
         (lambda: scaled(0.5), lambda: scaled(None), "global_scale must be None"),
+        (lambda: ep.dispatch(x, ids.to_sparse(), weights), lambda: scaled(None), "ids is a torch.sparse_coo"),
+        *(
+            (lambda call=call: with_tangent(call, x), lambda call=call: call(x), "has a tangent")
+            for call in (
+                lambda t: ep.dispatch(t, ids, weights),
+                lambda t: plain.dispatch(t, ids, weights),
+                lambda t: plain.dispatch(x, ids, t[:, :2].float()),
+                lambda t: layer(t, ids, weights),
+                lambda t: moe(t, ids, weights, *w, ep=plain),
+            )
+        ),
+        *(
+            (lambda s=s: of_nvfp4(s), lambda: of_nvfp4(scale), "global_scale (must be|requires grad)")
+            for s in (scale[None], scale.to("meta"), scale.clone().requires_grad_(), *unread)
+        ),
     )
     for number, (wrong, right, words) in enumerate(calls):
         if ranks.rank == 0:
@@ -394,5 +444,5 @@ def wrong_calls(ranks: Ranks) -> None:
 
 CASES = {
     function.__name__: function
-    for function in (little_or_nothing, no_gradients, shared_rows, construction, wrong_calls)
+    for function in (little_or_nothing, no_gradients, router_of_inference_mode, shared_rows, construction, wrong_calls)
 }

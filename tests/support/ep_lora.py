@@ -100,4 +100,25 @@ def adapters(ranks: Ranks) -> None:
         adapted(ranks, weights, here, fmt, ranks.make(p, fmt=torch.float32))(x.bfloat16(), ids, weight)
 
 
-CASES = {"adapters": adapters}
+def adapters_and_shared_rows(ranks: Ranks) -> None:
+    """In bfloat16: with sums of slots one rounding, shared included, and its gradient; with sums of ranks one more."""
+    p, weights, shared = drawn(ranks, 123, torch.bfloat16)
+    every, given = list(range(len(p.expert_map))), ranks.own(p)
+    here = [e for e in every if p.expert_map[e] == ranks.rank]
+    dout = torch.randn(shared.shape, generator=torch.Generator().manual_seed(5)).to(shared)
+    for sums in ("slots", "ranks"):
+        layer = adapted(ranks, weights, here, FP8_BLOCK, ranks.make(p, fmt=torch.bfloat16, sums=sums))
+        alone = adapted(ranks, weights, every, FP8_BLOCK, None)
+        for shared_dtype in (torch.bfloat16, torch.float32):
+            added = shared.to(shared_dtype, copy=True).requires_grad_()
+            out = layer(*given, added)
+            if sums == "slots":
+                want = alone(*given, added.detach())
+            else:
+                want = (layer(*given).float() + shared.float()).to(torch.bfloat16)
+            assert_bits(out.detach(), want.detach(), f"{sums}, {shared_dtype}")
+            out.backward(dout)
+            assert_bits(added.grad, dout.to(shared_dtype), f"{sums}, {shared_dtype}: gradient")
+
+
+CASES = {"adapters": adapters, "adapters_and_shared_rows": adapters_and_shared_rows}

@@ -41,4 +41,22 @@ def functions_of_slots(ranks: Ranks) -> None:
             ranks.make(p, fmt=torch.bfloat16, sums="slots", backend="deepep")
 
 
-CASES = {function.__name__: function for function in (functions_of_slots,)}
+def batches_in_one_memory(ranks: Ranks) -> None:
+    """Two batches are dispatched out of the same tensors before the first is combined, as a server has them."""
+    p, _, _ = drawn(ranks, 91, torch.float32)
+    for sums in ("ranks", "slots"):
+        ep = ranks.make(p, fmt=torch.float32, sums=sums)
+        given = [t.clone() for t in ranks.own(p)]
+        batches = [[t.flip(0) if turned else t.clone() for t in given] for turned in (False, True)]
+        dispatched = []
+        for batch in batches:
+            for t, values in zip(given, batch, strict=True):
+                t.copy_(values)
+            dispatched.append(ep.dispatch(*given))
+        for batch, (rows, plan) in zip(batches, dispatched, strict=True):
+            got = ep.combine(rows, plan, weighted=True)
+            alone, its_plan = ep.dispatch(*batch)
+            assert_bits(got.detach(), ep.combine(alone, its_plan, weighted=True).detach(), sums)
+
+
+CASES = {function.__name__: function for function in (functions_of_slots, batches_in_one_memory)}

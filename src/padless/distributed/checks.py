@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from padless.arguments import check_integer, check_number
+from padless.arguments import check_integer, check_number, check_readable, refuse_kinds, refuse_tangents
 from padless.distributed.plan import ExpertPlan
 from padless.distributed.row_format import PLAIN
 from padless.distributed.settings import Settings
 from padless.formats import FORMATS, FP8_BLOCK, NVFP4, BlockScaledFormat
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K, check_matrix
 from padless.ops.checks import describe
-from padless.quantization.quantize import check_scale_rule
+from padless.quantization.quantize import check_global_scale, check_scale_rule
 from padless.runtime.choices import ScaleMajor, ScaleRule
 
 SUMS = ("ranks", "slots")
@@ -114,14 +114,22 @@ def check_tokens(
     ):
         raise ValueError(f"ids must be {count} x {s.top_k} int32 or int64 on {device}, got {describe(ids)}")
     check_matrix("weights", weights, count, s.top_k, device)
+    refuse_kinds(ids=ids)
+    refuse_tangents(tokens=tokens, weights=weights)
     fmt = s.row_format.format
     if (global_scale is None) == (fmt == NVFP4):
         wanted = "one float32 value" if fmt == NVFP4 else "None"
         raise ValueError(f"global_scale must be {wanted}, got {describe(global_scale)}")
-    if global_scale is not None and (
-        not isinstance(global_scale, torch.Tensor) or global_scale.numel() != 1 or global_scale.dtype != torch.float32
-    ):
-        raise ValueError(f"global_scale must be one float32 value, got {describe(global_scale)}")
+    if global_scale is not None:
+        if (
+            not isinstance(global_scale, torch.Tensor)
+            or tuple(global_scale.shape) not in ((), (1,))
+            or global_scale.dtype != torch.float32
+            or global_scale.device != device
+        ):
+            raise ValueError(f"global_scale must be one float32 value on {device}, got {describe(global_scale)}")
+        check_readable(global_scale=global_scale)
+        check_global_scale(global_scale)
     if isinstance(fmt, BlockScaledFormat):
         for name, t in (("tokens", tokens), ("weights", weights)):
             assert isinstance(t, torch.Tensor)
@@ -138,6 +146,12 @@ def check_rows(s: Settings, device: torch.device, rows: object, plan: object) ->
     """Raises ValueError for what cannot be combined."""
     if not isinstance(plan, ExpertPlan):
         raise ValueError(f"plan must be the ExpertPlan of a dispatch, got {type(plan).__name__}")
+    slots = s.num_ranks * s.max_tokens, s.top_k
+    if tuple(plan.inverse.shape) != slots:
+        raise ValueError(
+            f"plan has {tuple(plan.inverse.shape)} slots and this object {slots}; give the plan that its own dispatch "
+            "returned"
+        )
     wanted = (plan.prob.shape[0], s.hidden)
     if (
         not isinstance(rows, torch.Tensor)
@@ -146,3 +160,4 @@ def check_rows(s: Settings, device: torch.device, rows: object, plan: object) ->
         or rows.device != device
     ):
         raise ValueError(f"rows must be {wanted[0]} x {wanted[1]} {s.partial} on {device}, got {describe(rows)}")
+    refuse_tangents(rows=rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class ExpertParallel:
         sums: Sums = "ranks",
     ) -> None:
         group = process_group(group_or_mesh)
-        with suppress(TypeError):  # None, and what is no sequence, stays
-            expert_map = list(expert_map)  # type: ignore[arg-type]
+        with suppress(Exception):  # None, and what is no sequence of integers, stays
+            expert_map = [index(r) for r in expert_map]  # type: ignore[union-attr]
         given = {
             "num_experts": num_experts, "hidden": hidden, "top_k": top_k, "max_tokens": max_tokens,
             "fmt": getattr(fmt, "name", fmt), "backend": backend, "capacity": capacity,
@@ -169,6 +170,21 @@ class ExpertParallel:
         replayed with other tokens, ids and weights. Raises ValueError for wrong arguments, on all ranks with
         "collective"; ids from E on are else found by the device, count as none, and the next call raises.
         """
+        rows, plan = self._dispatch(tokens, ids, weights, global_scale=global_scale)
+        if self.settings.sums == "slots":  # whose `combine` reads them: the caller's may be another batch's by then
+            assert plan.weights is not None
+            plan = plan._replace(weights=plan.weights.clone())
+        return rows, plan
+
+    def _dispatch(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        *,
+        global_scale: torch.Tensor | None = None,
+    ) -> tuple[BlockScaledTensor | torch.Tensor, ExpertPlan]:
+        """`dispatch` for a combine in the same call: plan.weights is the caller's memory."""
         self._backend.check()
         with self.checking():
             checks.check_tokens(self.settings, self.device, tokens, ids, weights, global_scale)
@@ -192,18 +208,26 @@ class ExpertParallel:
         on T, other tokens, its place, or timing. A token without experts is 0. A collective call. Raises ValueError.
 
         With sums="slots": out[t] = bf16(sum over the token's slots in order, float32, of rows[slot]), as
-        `padless.moe.combine` of all its rows: it does not depend on where its experts are either.
+        `padless.moe.combine` of all its rows: it does not depend on where its experts are either. Rows are then
+        multiplied at home, by plan.weights, and another plan.prob is not read.
         """
+        return self._combine(rows, plan, weighted, None)
+
+    def _combine(
+        self, rows: torch.Tensor, plan: ExpertPlan, weighted: bool, shared: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`combine`, plus shared (T, H): see `summed`."""
         self._backend.check()
         checks.check_rows(self.settings, self.device, rows, plan)
         if self.settings.row_format.is_plain:
             rows = tracked(rows)
-        wants_grad = torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad))
-        if wants_grad:
-            out: torch.Tensor = Combine.apply(self._backend, rows, weighted, *plan)  # type: ignore[no-untyped-call]
-            return out
-        prob = plan.prob.detach() if weighted else None
-        return self._backend.combine(rows.detach(), plan, prob, None)[0]
+        at_home = shared if self.settings.sums == "slots" else None
+        if torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad)):
+            out: torch.Tensor = Combine.apply(self._backend, rows, weighted, at_home, *plan)  # type: ignore[no-untyped-call]
+        else:
+            more = () if at_home is None else (at_home.detach(),)
+            out = self._backend.combine(rows.detach(), plan, plan.prob.detach() if weighted else None, None, *more)[0]
+        return out if shared is None or at_home is not None else (out.float() + shared.float()).to(out.dtype)
 
     def _moe(
         self,

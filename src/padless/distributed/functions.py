@@ -45,14 +45,19 @@ class Dispatch(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """out of rows, each times plan.prob where it is weighted."""
+    """out of rows, each times plan.prob where it is weighted; plus shared, where sums are of slots."""
 
     @staticmethod
-    def forward(ctx: Any, backend: Any, rows: torch.Tensor, weighted: bool, *plan: torch.Tensor | None):
+    def forward(
+        ctx: Any, backend: Any, rows: torch.Tensor, weighted: bool, shared: torch.Tensor | None,
+        *plan: torch.Tensor | None,
+    ):  # fmt: skip
         p = ExpertPlan(*(None if t is None else t.detach() for t in plan))  # type: ignore[arg-type]
-        ctx.backend, ctx.weighted = backend, weighted
-        ctx.save_for_backward(rows if weighted else None, *p)
-        return backend.combine(rows.detach(), p, p.prob if weighted else None, None)[0]
+        ctx.backend, ctx.weighted, ctx.shared_dtype = backend, weighted, None if shared is None else shared.dtype
+        # Without the router weights, which may be inference mode's.
+        ctx.save_for_backward(rows if weighted else None, *p[:5])
+        more = () if shared is None else (shared.detach(),)
+        return backend.combine(rows.detach(), p, p.prob if weighted else None, None, *more)[0]
 
     @staticmethod
     @once_differentiable
@@ -66,7 +71,8 @@ class Combine(torch.autograd.Function):
             of_token = drows.to(torch.float32)
             dprob = (rows.to(torch.float32) * of_token).sum(dim=1)
             drows = (plan.prob[:, None] * of_token).to(drows.dtype)
-        return None, drows, None, None, dprob, None, None, None, None
+        dshared = dout.to(ctx.shared_dtype) if ctx.needs_input_grad[3] else None
+        return None, drows, None, dshared, None, dprob, None, None, None, None
 
 
 def summed(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from padless.arguments import check_type, refuse_gradients, shown
+from padless.arguments import check_type, refuse_gradients, refuse_tangents, shown
 from padless.distributed.checks import check_tokens
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed, tracked
 from padless.distributed.plan import ExpertPlan
@@ -158,7 +158,7 @@ def moe_over_ranks(
         given = ep, experts, tracked(x), top_k_weights, top_k_index, shared, out_dtype
         return _MoeOverRanks.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad():
-        rows, plan = ep.dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
+        rows, plan = ep._dispatch(x, top_k_index, top_k_weights, global_scale=_sent_scale(ep, experts))
         hidden = experts.activated(experts.quantized(rows, plan.offs), plan.offs)
         with ahead.ready(experts.ready(ep.settings.num_slots)):
             y = experts.second.product(hidden, plan.offs)
@@ -174,6 +174,7 @@ def check(
     trains: bool,
 ) -> None:
     """Raises ValueError for a layer that ``ep`` is not for."""
+    refuse_tangents(x=x)
     s, here, given = ep.settings, len(ep.local_experts), experts.first.weights.data.shape[0]
     if given != here:
         raise ValueError(
@@ -221,13 +222,13 @@ class _MoeOverRanks(torch.autograd.Function):
     def forward(
         ctx: Any, ep: ExpertParallel, experts: QuantizedExperts, x, top_k_weights, top_k_index, shared, out_dtype
     ):
-        received, plan = ep.dispatch(x, top_k_index, top_k_weights)
+        received, plan = ep._dispatch(x, top_k_index, top_k_weights)
         rows = experts.quantized(received, plan.offs)
         assert isinstance(rows, BlockScaledTensor)
         out = summed(ep, experts.product(rows, plan.offs).to(ep.settings.partial), plan, shared, out_dtype)
         ctx.ep, ctx.experts = ep, experts
         ctx.dtypes = x.dtype, top_k_weights.dtype, None if shared is None else shared.dtype
-        ctx.save_for_backward(*plan, rows.data, rows.scale)
+        ctx.save_for_backward(*plan[:5], rows.data, rows.scale)  # the router weights may be inference mode's
         return out
 
     @staticmethod

@@ -20,7 +20,8 @@ class ExpertPlan(NamedTuple):
         expert is not on this rank, C or more where the row did not fit.
     ids: (T, k) int32, this rank's own ids.
     overflow: () int32, rows that did not fit into the capacity. Where it is not 0 the next call of the object raises.
-    weights: (T, k), this rank's own router weights as they were given, without their gradients.
+    weights: (T, k), this rank's own router weights as they were given, without their gradients; with sums of ranks the
+        same memory.
     """
 
     offs: torch.Tensor

@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from padless.arguments import check_device, check_flag, check_integer, check_tensor_type, check_type, is_one_of, shown
+from padless.arguments import (
+    check_device,
+    check_flag,
+    check_integer,
+    check_tensor_type,
+    check_type,
+    is_one_of,
+    refuse_tangents,
+    shown,
+)
 from padless.distributed import ExpertParallel
 from padless.distributed.functions import tracked
 from padless.formats import NVFP4
@@ -218,6 +227,7 @@ def check_sent(ep: ExpertParallel, recipe: Recipe, x: torch.Tensor) -> None:
         )
     if x.dtype != ep.settings.row_format.format:
         raise ValueError(f"x is {x.dtype} and ep's rows are {ep.settings.row_format.format}; convert x")
+    refuse_tangents(x=x)
 
 
 def check_shape(name: str, weight: torch.Tensor, wanted: tuple[int, int, int]) -> None:

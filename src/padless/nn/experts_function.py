@@ -208,7 +208,7 @@ class _Experts(torch.autograd.Function):
             offs, tokens, inverse = call("route", top_k_index, w13.shape[0])
         else:
             assert top_k_weights is not None
-            x, where = ep.dispatch(x, top_k_index, top_k_weights)  # type: ignore[assignment]
+            x, where = ep._dispatch(x, top_k_index, top_k_weights)  # type: ignore[assignment]
             offs, prob, inverse = where.offs, where.prob, where.inverse
 
         # First product: rows for it, and what its weight's gradient reads.

@@ -279,7 +279,7 @@ def _check_options(
     if global_scale is not None:
         if not format.has_global_scale:
             raise ValueError(f"global_scale must be None for {format.name}, got {shown(global_scale)}")
-        _check_global_scale(global_scale)
+        check_global_scale(global_scale)
     if scale_layout == "blocked_groups" and offs is None:
         raise ValueError("offs must be given for scale_layout 'blocked_groups', got None")
     if offs is not None:
@@ -294,7 +294,7 @@ def _check_options(
     return scale_major
 
 
-def _check_global_scale(given: object) -> None:
+def check_global_scale(given: object) -> None:
     """Raises ValueError unless every scale is positive, Inf or NaN, and so in float32; values on a GPU are not
     validated.
     """

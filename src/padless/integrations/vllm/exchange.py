@@ -27,7 +27,7 @@ from padless.moe.layer import Projection
 class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """Dispatch and combine of one layer after the other, for `PadlessGroupedExperts`.
 
-    exchange: in FP8_BLOCK. Its experts lie on ranks as vLLM's do, in runs ("linear").
+    exchange: in FP8_BLOCK. Its experts lie on ranks as vLLM's do: in runs ("linear"), or by its expert_map.
     """
 
     def __init__(self, exchange: ExpertParallel) -> None:
@@ -36,6 +36,7 @@ class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             raise ValueError(f"exchange has rows in {exchange.settings.row_format.format}; they must be in FP8_BLOCK")
         self.exchange = exchange
         self._plan: ExpertPlan | None = None
+        self._compared: torch.Tensor | None = None
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -78,6 +79,15 @@ class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         settings = self.exchange.settings
         if num_experts != settings.num_experts:
             raise ValueError(f"num_experts is {num_experts} and the exchange was made for {settings.num_experts}")
+        if expert_map is not None and expert_map is not self._compared:  # once, as it waits for the GPU
+            places = expert_map.tolist()
+            here = tuple(sorted((e for e in range(num_experts) if places[e] >= 0), key=places.__getitem__))
+            if here != self.exchange.local_experts:
+                raise ValueError(
+                    f"expert_map has experts {here} here and the exchange {self.exchange.local_experts}; make it with "
+                    "expert_map, the rank of each of vLLM's experts"
+                )
+            self._compared = expert_map
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
         rows, plan = self.exchange.dispatch(a1, topk_ids, topk_weights)

@@ -252,7 +252,7 @@ class LoraExperts(AdaptedModule):
                 adapter_ids = torch.full(x.shape[:1], chosen, dtype=torch.int64, device=x.device)
             with ep.checking():
                 ids = self._pairs(ids, adapter_ids)
-        rows, plan = ep.dispatch(x, ids, weights)
+        rows, plan = ep._dispatch(x, ids, weights)
         assert isinstance(rows, torch.Tensor)
         offs, names = plan.offs, trained
         if self._sends_pairs:
@@ -260,8 +260,7 @@ class LoraExperts(AdaptedModule):
         low = self._both_low_rank(plan.offs, names, by_pairs=self._sends_pairs, trained=trained)
         frozen = self._frozen()
         y = adapted_rows(rows, rows_as_multiplied(rows, *frozen.how), offs, frozen, *low)
-        out = ep.combine(y.to(ep.settings.partial), plan, weighted=True)
-        return out.to(x.dtype) if shared is None else (out.float() + shared.float()).to(x.dtype)
+        return ep._combine(y.to(ep.settings.partial), plan, True, shared)
 
     @property
     def _sends_pairs(self) -> bool:
