@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch.utils.weak import WeakIdKeyDictionary
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
@@ -22,6 +23,7 @@ from padless.formats import FP8_BLOCK, BlockScaledTensor
 from padless.integrations.vllm.experts import FP8_SCHEME, PadlessExperts, activation_arguments
 from padless.moe.activation import Activation
 from padless.moe.layer import Projection
+from padless.runtime.devices import is_capturing
 
 
 class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -36,7 +38,7 @@ class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             raise ValueError(f"exchange has rows in {exchange.settings.row_format.format}; they must be in FP8_BLOCK")
         self.exchange = exchange
         self._plan: ExpertPlan | None = None
-        self._compared: torch.Tensor | None = None
+        self._compared = WeakIdKeyDictionary()  # layers' maps of experts
 
     @property
     def activation_format(self) -> mk.FusedMoEActivationFormat:
@@ -79,7 +81,7 @@ class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         settings = self.exchange.settings
         if num_experts != settings.num_experts:
             raise ValueError(f"num_experts is {num_experts} and the exchange was made for {settings.num_experts}")
-        if expert_map is not None and expert_map is not self._compared:  # once, as it waits for the GPU
+        if expert_map is not None and expert_map not in self._compared and not is_capturing(expert_map.device):
             places = expert_map.tolist()
             here = tuple(sorted((e for e in range(num_experts) if places[e] >= 0), key=places.__getitem__))
             if here != self.exchange.local_experts:
@@ -87,7 +89,7 @@ class PadlessPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                     f"expert_map has experts {here} here and the exchange {self.exchange.local_experts}; make it with "
                     "expert_map, the rank of each of vLLM's experts"
                 )
-            self._compared = expert_map
+            self._compared[expert_map] = True  # once, since it waits for the GPU
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
         rows, plan = self.exchange.dispatch(a1, topk_ids, topk_weights)
