@@ -21,7 +21,8 @@ class OneRank:
         overflow = torch.tensor(0, dtype=torch.int32)
         return tokens.clone(), ExpertPlan(count, weights[:, 0].clone(), inverse, ids, overflow)
 
-    def combine(self, rows: torch.Tensor, plan: ExpertPlan, prob: Any, dprob: Any) -> Any:
+    def combine(self, rows: torch.Tensor, plan: ExpertPlan, prob: Any, dprob: Any, shared: None = None) -> Any:
+        assert shared is None
         return rows if prob is None else rows * prob[:, None], None if dprob is None else dprob[:, None]
 
     def redispatch(self, dout: torch.Tensor, plan: ExpertPlan) -> torch.Tensor:

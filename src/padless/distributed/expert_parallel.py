@@ -225,8 +225,8 @@ class ExpertParallel:
         if torch.is_grad_enabled() and (rows.requires_grad or (weighted and plan.prob.requires_grad)):
             out: torch.Tensor = Combine.apply(self._backend, rows, weighted, at_home, *plan)  # type: ignore[no-untyped-call]
         else:
-            more = () if at_home is None else (at_home.detach(),)
-            out = self._backend.combine(rows.detach(), plan, plan.prob.detach() if weighted else None, None, *more)[0]
+            prob = plan.prob.detach() if weighted else None
+            out = self._backend.combine(rows.detach(), plan, prob, None, at_home)[0]
         return out if shared is None or at_home is not None else (out.float() + shared.float()).to(out.dtype)
 
     def _moe(

@@ -56,8 +56,7 @@ class Combine(torch.autograd.Function):
         ctx.backend, ctx.weighted, ctx.shared_dtype = backend, weighted, None if shared is None else shared.dtype
         # Without the router weights, which may be inference mode's.
         ctx.save_for_backward(rows if weighted else None, *p[:5])
-        more = () if shared is None else (shared.detach(),)
-        return backend.combine(rows.detach(), p, p.prob if weighted else None, None, *more)[0]
+        return backend.combine(rows.detach(), p, p.prob if weighted else None, None, shared)[0]
 
     @staticmethod
     @once_differentiable

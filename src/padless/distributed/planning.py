@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from padless.distributed.symm_state import FEW_SLOTS, FEW_TOKENS, HALVED_BYTES
+from padless.distributed.symm_state import HALVED_BYTES, is_few
 
 SAMPLES = 20_000
 WEIGHTS_RATE = 1.06  # of a copy's, at which the products of few rows read weights
@@ -139,8 +139,7 @@ def predict(e: Exchange, machine: Machine | None = None, seed: int = 0) -> Predi
     entering = (len(to_host) - 1) * float(to_host.max()) * e.tokens
     pull = m.pull * e.row_bytes / (e.row_bytes + m.pull_bytes)
     tokens = e.ranks * e.tokens
-    is_few = tokens <= FEW_TOKENS and tokens * e.top_k <= FEW_SLOTS
-    sort = tokens * e.top_k * m.slot if is_few else m.fixed_sort
+    sort = tokens * e.top_k * m.slot if is_few(tokens, e.top_k) else m.fixed_sort
     read_before = m.fixed_read if tokens * 2 * e.hidden > HALVED_BYTES else 0.0
     quantize = e.tokens * (2 * e.hidden + e.row_bytes) / m.memory * 1e-3
     copies = float(share.sum())

@@ -19,7 +19,7 @@ from padless.distributed.placement import Placement
 from padless.distributed.plan import ExpertPlan, Sorted, sort_slots
 from padless.distributed.row_format import RowFormat, Rows, as_bytes
 from padless.distributed.settings import Settings
-from padless.distributed.symm_state import FEW_SLOTS, FEW_TOKENS, IDS, LATE, OVERFLOW, ROWS, SUMS, WRONG_ID, State
+from padless.distributed.symm_state import FEW_SLOTS, IDS, LATE, OVERFLOW, ROWS, SUMS, WRONG_ID, State, is_few
 from padless.formats import FP8_BLOCK, BlockScaledTensor, ceil_div
 from padless.kernels import ahead
 from padless.layouts import empty_mn_major
@@ -53,10 +53,9 @@ class SymmBackend:
         most_polling: int = MOST_POLLING,
     ) -> None:
         """polls: how often to look for a rank where there is no clock. few_slots: up to which a dispatch is two
-        launches, if it has few tokens as well. most_polling: warps of a launch that wait
-        for ranks themselves.
+        launches, if it has few tokens as well. most_polling: warps of a launch that wait for ranks themselves.
         """
-        self.is_few = settings.num_slots <= few_slots and settings.num_ranks * settings.max_tokens <= FEW_TOKENS
+        self.is_few = is_few(settings.num_ranks * settings.max_tokens, settings.top_k, few_slots)
         self._state, self._settings, self._placement = state, settings, placement
         self._device = state.buffer.device
         on_gpu = self._device.type == "cuda"

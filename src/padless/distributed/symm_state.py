@@ -90,6 +90,11 @@ def layout_of(s: Settings, halved_bytes: int = HALVED_BYTES) -> Layout:
     return Layout(**offsets, size=end, record_bytes=record, halves=halves)
 
 
+def is_few(tokens: int, top_k: int, few_slots: int = FEW_SLOTS) -> bool:
+    """Whether a dispatch of so many tokens of all ranks, each with k slots, is two launches."""
+    return tokens <= FEW_TOKENS and tokens * top_k <= few_slots
+
+
 @dataclass(frozen=True, eq=False)
 class State:
     """The memory that a rank's kernels work on.
