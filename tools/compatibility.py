@@ -140,18 +140,12 @@ def backend_on(
 
 def said_without(framework: str) -> str:
     """The error of padless' plug-in where its framework is not installed."""
-    with mock.patch.dict(sys.modules, {framework: None}):  # type: ignore[dict-item]
+    with _in_place_of(framework, None):
         try:
-            _import_anew(f"padless.integrations.{framework}")
+            importlib.import_module(f"padless.integrations.{framework}")
         except ImportError as error:
             return str(error)
     raise RuntimeError(f"padless' plug-in is imported without {framework}")
-
-
-def _import_anew(plugin: str) -> None:
-    for name in [name for name in sys.modules if name == plugin or name.startswith(f"{plugin}.")]:
-        del sys.modules[name]
-    importlib.import_module(plugin)
 
 
 def said_of_version(framework: str, version: str) -> str:
@@ -159,10 +153,10 @@ def said_of_version(framework: str, version: str) -> str:
     named = ModuleType(framework)
     vars(named)["__version__"] = version
     engine = {"vllm": engines.VLLM, "sglang": engines.SGLANG}.get(framework)
-    with mock.patch.dict(sys.modules, {framework: named}):
+    with _in_place_of(framework, named):
         try:
             if engine is None:
-                _import_anew(f"padless.integrations.{framework}")
+                importlib.import_module(f"padless.integrations.{framework}")
             else:
                 engine.load("padless")
         except ModuleNotFoundError:  # it went on to the framework's own modules
@@ -170,6 +164,26 @@ def said_of_version(framework: str, version: str) -> str:
         except (ImportError, ValueError) as error:
             return str(error)
     raise RuntimeError(f"{framework} {version} is taken")
+
+
+@contextmanager
+def _in_place_of(framework: str, module: ModuleType | None) -> Iterator[None]:
+    """``module``, or nothing, where the framework would be imported: its modules and those of padless' plug-in, which
+    this process may have imported before, are out of the way. Others that are imported meanwhile stay.
+    """
+
+    def taken_out() -> dict[str, ModuleType]:
+        packages = (framework, f"padless.integrations.{framework}")
+        names = [name for name in sys.modules if any(f"{name}.".startswith(f"{package}.") for package in packages)]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = taken_out()
+    sys.modules[framework] = module  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        taken_out()
+        sys.modules.update(before)
 
 
 # --- the page --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -84,3 +85,16 @@ def test_sentences_are_those_of_a_machine_in_that_state() -> None:
     refused = compatibility.backend_on("NVIDIA V100", (7, 0))
     assert not refused.available
     assert "NVIDIA V100 has compute capability (7, 0)" in refused.reason
+
+
+def test_what_is_said_of_a_framework_is_not_what_the_process_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("megatron", "megatron.core", "padless.integrations.megatron")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = compatibility.said_without("megatron"), compatibility.said_of_version("megatron", "0.1.0")
+    assert all("needs Megatron-Core" in said for said in before)
+    imported = {name: ModuleType(name) for name in names}
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, imported[name])
+    assert (compatibility.said_without("megatron"), compatibility.said_of_version("megatron", "0.1.0")) == before
+    assert all(sys.modules[name] is imported[name] for name in names)
