@@ -62,11 +62,14 @@ app.add_typer(
 
 
 def main() -> None:
-    """Entry point. A ValueError is the user's to mend: one sentence and exit code 2, no traceback."""
+    """Entry point. A ValueError and a missing package are the user's to mend: a sentence, exit code 2, no traceback."""
     try:
         app()
     except (ValueError, OSError) as error:
         print(f"padless: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        print(f"padless: this command needs {error.name}, which is not installed here", file=sys.stderr)
         sys.exit(2)
 
 
@@ -197,7 +200,7 @@ def fuzz(
     ] = False,
     states: Annotated[
         bool,
-        typer.Option("--states", help="Instead: sequences of operations on modules and calls, compared with fresh ones."),
+        typer.Option("--states", help="Instead: sequences of operations on modules and calls, against fresh ones."),
     ] = False,
 ) -> None:
     """Make random calls of every public function and check results, equal bits, and memory that must not change."""
