@@ -95,6 +95,8 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
+    if options.text and not options.text.is_file():
+        parser.error(f"--text is {options.text}; it must be a UTF-8 file")
     text = options.text.read_text(encoding="utf-8") if options.text else "\n".join(pydoc_data.topics.topics.values())
     model, tokens = load(options.model, text, device)
     experts = adapt_experts(model, rank=options.rank, alpha=options.alpha, dtype=torch.float32)

@@ -64,7 +64,7 @@ def chain_section(found: Measured) -> list[str]:
         f"**Calls in a row**, {len(found.points)} points with at most {axis_span(found.points, 'rows')} rows a group: a "
         f"CUDA graph of {axis_span(found.points, 'calls')} calls, each with weights of its own ({found.link}; "
         f"{peers(found)}; {found.medians}). A kernel begins while the one ahead is ending; with ordinary launches it "
-        "waits. MLP: pairs of a quantising SwiGLU call and a call that reads its rows.",
+        "waits. MLP: pairs of a quantizing SwiGLU call and a call that reads its rows.",
         table.caption(found.points, found.sessions),
         failure_sentence(found.points),
     )
@@ -96,7 +96,7 @@ def formats_section(found: Measured) -> list[str]:
     text = paragraph(
         f"**Formats on Hopper**, least to most ({found.link}; {found.medians}). Prefill (M {axis_span(prefill, 'M')}) "
         f"and decoding (at most {axis_span(decode, 'rows')} rows a group): how many times faster than torch's bf16 "
-        "grouped product of dequantised operands. Of FP8_BLOCK: the rate at prefill over that of FP8_BLOCK x FP8_BLOCK. "
+        "grouped product of dequantized operands. Of FP8_BLOCK: the rate at prefill over that of FP8_BLOCK x FP8_BLOCK. "
         "Of floor: decoding, the time that the pair's own bytes take at the rate of a copy, over its time.",
         failure_sentence(found.points),
     )
@@ -118,7 +118,7 @@ def epilogue_section(found: Measured) -> list[str]:
     points = [point for point in found.points if point["point"]["M"] == EPILOGUE_M]
     depths = sorted({point["point"]["K"] for point in points})
     text = paragraph(
-        f"**Quantising in the GEMM's launch**, FP8_BLOCK, M {EPILOGUE_M}, N {axis_span(points, 'N')} ({found.link}; "
+        f"**Quantizing in the GEMM's launch**, FP8_BLOCK, M {EPILOGUE_M}, N {axis_span(points, 'N')} ({found.link}; "
         f"{found.medians}): what a call costs over the same GEMM writing bf16, and how many times faster it is than "
         "that GEMM and separate kernels.",
         failure_sentence(found.points),
@@ -130,7 +130,7 @@ def epilogue_section(found: Measured) -> list[str]:
         if gains:
             cells = [span(values, "+.1f") + ("%" if values else "") for values in costs]
             rows.append([fused.removeprefix("fused "), *cells, span(gains, ".2f") + "x"])
-    header = ("quantised", *(f"K {depth}" for depth in depths), "than separate kernels")
+    header = ("quantized", *(f"K {depth}" for depth in depths), "than separate kernels")
     return [text, markdown(table.Table("", table.labels(*header), rows))] if rows else []
 
 
@@ -148,7 +148,7 @@ def quantize_section(found: Measured) -> list[str]:
         ]
         sentences.append(f"M {record['point']['M']}, K {record['point']['K']}: {'; '.join(shares)}.")
     text = paragraph(
-        f"**Quantising alone**, FP8_BLOCK where no format is named, bytes per second over those of a device copy "
+        f"**Quantizing alone**, FP8_BLOCK where no format is named, bytes per second over those of a device copy "
         f"({found.link}; {found.medians}).",
         *sentences,
         failure_sentence(found.points),

@@ -197,7 +197,7 @@ def concatenate_rows(weights: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
     """Weights (.., N_i, K) under each other, (.., sum N_i, K), such as a gate and an up projection.
 
     FP8_BLOCK parts other than the last need N % 128 == 0, so that no block holds rows of two. Parts of NVFP4
-    must have the same global scales: scales that differ cannot be joined without requantising. The scales get the layout
+    must have the same global scales: scales that differ cannot be joined without requantizing. The scales get the layout
     that kernels read (`padless.layouts.of_weight_scales`).
     """
     first = _same_format(weights)
@@ -314,7 +314,7 @@ class Checkpoint:
         return found.to(self._device) if isinstance(found, torch.Tensor) else found.get_tensor(name)
 
     def weight(self, name: str) -> BlockScaledTensor:
-        """The quantised weight of module (or stacked parameter) `name`."""
+        """The quantized weight of module (or stacked parameter) `name`."""
         parent, _, leaf = name.rpartition(".")
         conventions: tuple[tuple[Callable[..., BlockScaledTensor], tuple[str, ...]], ...] = (
             (from_deepseek, (f"{name}.weight", f"{name}.weight_scale_inv")),
@@ -331,7 +331,7 @@ class Checkpoint:
                 self._check_torchao(name)
                 return convert(*parts)
         near = [key for key in self._where if key.startswith(name)][:6]
-        raise ValueError(f"name must be a quantised weight in a known convention; under {name!r} there is {near}")
+        raise ValueError(f"name must be a quantized weight in a known convention; under {name!r} there is {near}")
 
     def experts(self, pattern: str, num_experts: int) -> BlockScaledTensor:
         """Weights pattern.format(0), .. pattern.format(num_experts - 1) as one (G, N, K)."""

@@ -29,7 +29,7 @@ A block of largest magnitude b (NaN if it holds one) gets a scale and a multipli
 element(fl(D * multiplier)), nearest even, saturating. By format and scale_rule:
 
  FP8_BLOCK                scale = fl(max(b, fl(1e-4)) / 448)        multiplier = fl(1 / scale)
- MX* "rceil", "floor"     byte and 2^(127 - byte) of `padless.quantize`: the quantised output is quantize(D) to the bit
+ MX* "rceil", "floor"     byte and 2^(127 - byte) of `padless.quantize`: the quantized output is quantize(D) to the bit
  MX* "cudnn"              t = fl(fl(b * fl(1 / q)) * norm_const)    q = 448 (e4m3), 128 (e5m2), 6 (e2m1)
  MX* "cudnn_documented"   t = fl(fl(b * norm_const) * fl(1 / q))    q = 448 (e4m3), 57344 (e5m2), 6 (e2m1)
                           byte = t rounded up to a power of two: exponent field, plus 1 if a mantissa bit is set (field
@@ -158,13 +158,13 @@ class Epilogue:
         gate_rule: of a gate that is not the plain one; None for that.
         gate_in_bf16: whether what is activated is rounded to bfloat16 first, as `padless.moe` does; cuDNN does not.
         amax: whether the largest magnitude of each group is wanted.
-        d_dtype: bfloat16, float16 or float32 of the unquantised output, None for none.
-        row_format: format of the output quantised along N, None for none.
+        d_dtype: bfloat16, float16 or float32 of the unquantized output, None for none.
+        row_format: format of the output quantized along N, None for none.
         row_layout: where its scales lie, one of ROW_LAYOUTS.
-        column_format: format of the output quantised along M (MXFP8, MXFP8_E5M2 or FP8_BLOCK), None for none.
+        column_format: format of the output quantized along M (MXFP8, MXFP8_E5M2 or FP8_BLOCK), None for none.
         column_layout: where its scales lie, one of COLUMN_LAYOUTS.
         scale_rule: of the MX formats "rceil", "floor", "cudnn" or "cudnn_documented"; "te" for NVFP4 and "" for
-            FP8_BLOCK and for no quantised output. One for rows and columns.
+            FP8_BLOCK and for no quantized output. One for rows and columns.
 
     Raises ValueError for what does not go together.
     """
@@ -230,7 +230,7 @@ class Epilogue:
 
     @property
     def format(self) -> BlockScaledFormat | None:
-        """The format of the quantised outputs, None where there are none."""
+        """The format of the quantized outputs, None where there are none."""
         return self.row_format or self.column_format
 
     @property

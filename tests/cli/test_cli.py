@@ -30,6 +30,14 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_a_package_that_is_missing_is_one_sentence(command):
+    missing = f"import sys; sys.modules['torch'] = None; sys.argv = ['padless', '{command}']"
+    found = run_python("-c", f"{missing}; from padless.cli import main; main()")
+    assert found.returncode == 2
+    assert found.stderr == "padless: this command needs torch, which is not installed here\n"
+
+
 def test_help_imports_nothing_heavy():
     """The command's own module, in a package whose __init__ does nothing: what --help makes it import."""
     folder = Path(padless.__file__).parent

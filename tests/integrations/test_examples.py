@@ -154,6 +154,14 @@ def with_bytes_as_tokens(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def test_a_text_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run("finetune_gpt_oss.py", monkeypatch, capsys, "--text", "no.txt")
+    assert "--text is no.txt; it must be a UTF-8 file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["random", "folder"])
 def test_finetune_gpt_oss(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -248,7 +248,7 @@ WRONG = {
     "blocks must be uint8 (.., N, K / 32, 16)": lambda: from_gpt_oss(
         random_bytes(4, 16, seed=1), random_bytes(4, 1, seed=1)
     ),
-    "name must be a quantised weight in a known convention; under 'up' there is ['up.weight']": lambda: Checkpoint(
+    "name must be a quantized weight in a known convention; under 'up' there is ['up.weight']": lambda: Checkpoint(
         {"up.weight": torch.ones(2, 2)}
     ).weight("up"),
     "which has no 'down'": lambda: Checkpoint({}).tensor("down"),

@@ -104,6 +104,26 @@ def test_padless_has_the_command_and_its_options(command):
     assert found.exit_code == 0, found.output
 
 
+def parsed(words: list[str]) -> None:
+    """Raises for what a command does not take: --help, which is read first, hides words that are left over."""
+    command, context, name = typer.main.get_command(cli.app), None, "padless"
+    while words:
+        context = command.make_context(name, words, parent=context)
+        words = [*getattr(context, "_protected_args", ()), *context.args] if hasattr(command, "resolve_command") else []
+        if words:
+            name, command, words = command.resolve_command(context, words)
+
+
+@pytest.mark.parametrize("command", of("padless"))
+def test_padless_takes_every_word_of_a_command(command):
+    parsed(["2" if word == "N" else word for word in shlex.split(command)[1:]])
+
+
+def test_a_word_that_is_left_over_is_seen():
+    with pytest.raises(Exception, match=r"unexpected extra argument\(s\) \(moe.decode\)"):
+        parsed(["fuzz", "moe.decode"])
+
+
 def test_the_page_of_commands_has_all_of_them():
     page = (ROOT / "docs" / "commands.md").read_text()
     named = {word for code in re.findall(r"^\| ([^|]*) \|", page, re.M) for word in re.findall(r"[a-z][\w-]+", code)}

@@ -161,7 +161,7 @@ def test_epilogues_by_hand(tmp_path):
     text, shown = epilogue_section(found(tmp_path, "epilogue", *points))
     assert "M 8192, N 64" in text
     assert rows_of(shown) == [
-        ["quantised", "K 2048", "K 4096", "than separate kernels"],
+        ["quantized", "K 2048", "K 4096", "than separate kernels"],
         ["rows", "-1.0 to +10.0%", "+0.0%", "2.00 to 2.22x"],
     ]
     only_small = found(tmp_path, "epilogue", at(1024, 4096, 500.0))

@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
             figure="formats.png",
         ),
         Case(
-            "epilogue", "The fused quantising epilogue, against the same GEMM alone and with separate kernels after it."
+            "epilogue", "The fused quantizing epilogue, against the same GEMM alone and with separate kernels after it."
         ),
         Case(
             "wgrad",
@@ -156,12 +156,12 @@ CASES: dict[str, Case] = {
         ),
         Case(
             "tiles",
-            "Every tile of FP8_BLOCK's kernel on the same problems, in turns: by what the choice of a tile is judged.",
+            "Every tile of FP8_BLOCK's kernel on the same problems, in turns: how good the choice of a tile is.",
             ("full", *RUN, "repeats"),
         ),
         Case(
             "picks",
-            "Picked configurations of Hopper's kernels beside every legal one, on 400 drawn problems.",
+            "Picked configurations of Hopper's kernels next to every legal one, on 400 drawn problems.",
             ("models", "tokens", "part", *RUN, "repeats"),
             ("full",),
             "full",

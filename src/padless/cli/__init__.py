@@ -62,11 +62,14 @@ app.add_typer(
 
 
 def main() -> None:
-    """Entry point. A ValueError is the user's to mend: one sentence and exit code 2, no traceback."""
+    """Entry point. A ValueError and a missing package are the user's to mend: a sentence, exit code 2, no traceback."""
     try:
         app()
     except (ValueError, OSError) as error:
         print(f"padless: {error}", file=sys.stderr)
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        print(f"padless: this command needs {error.name}, which is not installed here", file=sys.stderr)
         sys.exit(2)
 
 
@@ -102,7 +105,7 @@ def train_demo(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps. 150 on a CPU, 600 on a GPU.")] = None,
     seeds: Annotated[int | None, typer.Option(help="Runs with other weights and batches. Default: 1.")] = None,
     ranks: Annotated[
-        int, typer.Option(help="From 2 on: spread the experts over so many processes, beside one that has all.")
+        int, typer.Option(help="From 2 on: spread the experts over so many processes, next to one that has all.")
     ] = 1,
     out: OutDir = DEFAULT_OUT,
 ) -> None:
@@ -191,16 +194,16 @@ def fuzz(
     workers: Annotated[int | None, typer.Option(help="Processes; one for each core, fewer on a small GPU.")] = None,
     out: Annotated[Path | None, path_option("--out", check_file, "File that a record of the run is added to.")] = None,
     calls: Annotated[list[str] | None, typer.Option("--call", help="Only this call; can be repeated.")] = None,
-    repeat: Annotated[str | None, typer.Option(help="Judge this one problem, as a failure prints it.")] = None,
+    repeat: Annotated[str | None, typer.Option(help="Check this one problem, as a failure prints it.")] = None,
     other_gpu: Annotated[
         bool, typer.Option("--other-gpu", help="Tensors on a second GPU while the first is current.")
     ] = False,
     states: Annotated[
         bool,
-        typer.Option("--states", help="Instead: sequences of operations on modules and call sites, by fresh ones."),
+        typer.Option("--states", help="Instead: sequences of operations on modules and calls, against fresh ones."),
     ] = False,
 ) -> None:
-    """Judge random problems over every public call by float64, by each other and by what they must not touch."""
+    """Make random calls of every public function and check results, equal bits, and memory that must not change."""
     unused = {"--minutes": minutes, "--problems": problems, "--seed": seed, "--workers": workers, "--out": out}
     check_alone("--repeat", repeat is not None, unused | {"--call": calls})
     options = {"minutes": minutes, "problems": problems, "seed": seed, "backend": backend, "workers": workers}

@@ -69,7 +69,7 @@ def _host() -> None:
 
 
 def _units(out: OutDir = DEFAULT_OUT) -> None:
-    """For a Hopper GPU: cycles of the tensor cores, the copy engine and both at once, for the emulator's clock."""
+    """For a Hopper GPU: cycles of the tensor cores, TMA and both together, for the emulator's clock."""
     call("padless.bench.units", "units", out=out)
 
 

@@ -29,11 +29,8 @@ OutDir = Annotated[Path, path_option("--out", check_folder, "Folder for what is 
 
 
 def load(module: str, name: str) -> Any:
-    """module.name, with a missing third-party package as a ValueError that says which."""
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"this command needs {error.name}, which is not installed here") from None
+    """module.name."""
+    return getattr(importlib.import_module(module), name)
 
 
 def call(module: str, name: str, **arguments: Any) -> None:

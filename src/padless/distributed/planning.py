@@ -202,7 +202,7 @@ def table(ranks: list[int], tokens: int, hidden: int, experts: int, top_k: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m padless.distributed.planning", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 512])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 64, 512])
     for name, default in (("tokens", 4096), ("hidden", 7168), ("experts", 512), ("top-k", 8)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--skew", type=float, default=0.0, help="exponent of the experts' popularity")

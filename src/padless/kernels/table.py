@@ -1,7 +1,7 @@
 """Table of what runs where: for every operation, architecture and pair of formats, the kernel that does it.
 
 A route is a row of ``ROUTES``. Its module, in its kernel's folder, is the host side of its kernel: a ``KernelHost``,
-or a ``QuantHost`` for the quantising call. docs/supported.md is generated from this table.
+or a ``QuantHost`` for the quantizing call. docs/supported.md is generated from this table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from padless.kernels.launch import KernelConfig, Prepared
     from padless.runtime.driver import Driver
 
-QUANT = "grouped_gemm_quant"  # the operation of the quantising calls
+QUANT = "grouped_gemm_quant"  # the operation of the quantizing calls
 
 
 class Host(Protocol):
@@ -60,7 +60,7 @@ class KernelHost(Host, Protocol):
 
 
 class QuantHost(Host, Protocol):
-    """The host side of a kernel with a quantising epilogue."""
+    """The host side of a kernel with a quantizing epilogue."""
 
     def prepare(
         self,
@@ -85,7 +85,7 @@ class Route:
     """One kernel for one pair of formats.
 
     Attributes:
-        operation: "grouped_gemm", "gemm" or one of the quantising calls, named as ``ROUTES`` does.
+        operation: "grouped_gemm", "gemm" or one of the quantizing calls, named as ``ROUTES`` does.
         arch: name of an architecture with kernels of its own (`padless.runtime.architecture`).
         a, b: names of the formats of activations and weights; ``BF16`` for a plain tensor.
         module: the host side, a key of ``_HOSTS``; verification's random problems are seeded by it.
@@ -118,7 +118,7 @@ class Route:
         return cast("KernelHost", import_module(f".{_HOSTS[self.module][0]}", __package__))
 
     def load_quant(self) -> QuantHost:
-        """The host side of a route of the quantising call."""
+        """The host side of a route of the quantizing call."""
         return cast("QuantHost", import_module(f".{_HOSTS[self.module][0]}", __package__))
 
 

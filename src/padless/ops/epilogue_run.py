@@ -123,7 +123,7 @@ def default_row_layout(format: BlockScaledFormat) -> str:
 def row_tensor(
     epilogue: Epilogue, tensors: EpilogueTensors, offs: torch.Tensor | None = None
 ) -> BlockScaledTensor | None:
-    """The row-quantised output as the activations of the next grouped_gemm, None where there is none.
+    """The row-quantized output as the activations of the next grouped_gemm, None where there is none.
 
     offs: the groups that its scales were made for, which are remembered where scales of groups lie apart.
     """

@@ -106,7 +106,7 @@ def grouped_gemm(
     The kernels read and write rows that start on multiples of 16 bytes; the reference takes tensors at any address, such
     as those of a memory-mapped file.
 
-    Arithmetic: nothing is requantised, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of
+    Arithmetic: nothing is requantized, and K is summed in one order whatever the tile. For FP8_BLOCK, for each 128 of
     K in order, the tensor core's sum of products times (scale of a * scale of b) is added in float32 by a fused
     multiply-add; what the other pairs do is a column of ``padless.kernels.table.ROUTES``. The bits of a row depend on
     the row, its weights, the architecture, ``out.dtype`` and the class of ``config`` alone: not on M, on G, on other

@@ -1,4 +1,4 @@
-"""The quantising call in padless's own words: a grouped GEMM, and everything that an `Epilogue` does to its sums."""
+"""The quantizing call in padless's own words: a grouped GEMM, and everything that an `Epilogue` does to its sums."""
 
 from __future__ import annotations
 

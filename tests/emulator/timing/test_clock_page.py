@@ -66,3 +66,29 @@ def test_a_block_is_put_in_its_place(tmp_path: Path) -> None:
     assert read_block("y", page) == ["other"]
     assert page.read_text().startswith("a\n<!-- x:begin -->\nnew\n")
     assert all(each.exists() for each in PAGES.values())
+
+
+# What docs/timing.md sums up, by rows of the tables: mean error, 9 of 10 within, largest.
+SUMMED_UP = {
+    "hardware units of an H200": "all (test)",
+    "the paper's grid of 576": "paper (test)",
+    "161 of decoding": "decode (test)",
+    "published main loops of a B200": "the others (test)",
+    "DeepGEMM's kernel on an H200": "groups padded to 128 rows, 128 x 192 x 2 (test)",
+}
+
+
+def test_the_short_table_has_the_figures_of_the_long_ones() -> None:
+    page = (PAGES["examination"].parent / "timing.md").read_text()
+    tables = [line.strip("| ").split(" | ") for name in ("examination", "deepgemm") for line in read_block(name)]
+    for said, name in SUMMED_UP.items():
+        ((_, _, mean, _, most, largest, _),) = (cells for cells in tables if cells[0] == name)
+        (line,) = (line for line in page.splitlines() if line.startswith("| ") and said in line)
+        assert line.endswith(f"| {mean} | {most} | {largest} |")
+    formats = [cells for cells in tables if len(cells) == 7 and " x " in cells[0] and cells[1] == "18"]
+    assert len(formats) == 7
+    columns = [sorted(float(cells[n].rstrip("%")) for cells in formats) for n in (2, 4, 5)]
+    spans = " | ".join(f"{column[0]}% to {column[-1]}%" for column in columns)
+    assert f"| other formats on an H200, prefill | {spans} |" in page
+    (pairs,) = (line for line in read_block("examination") if line.startswith("Order of two tiles"))
+    assert pairs.partition("right in ")[2].partition(" pairs")[0] in page

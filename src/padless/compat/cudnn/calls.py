@@ -1,4 +1,4 @@
-"""A grouped GEMM whose epilogue scales, gates, activates and quantises: cuDNN's "Grouped GEMM + Quant", without padding.
+"""A grouped GEMM whose epilogue scales, gates, activates and quantizes: cuDNN's "Grouped GEMM + Quant", without padding.
 
 What each call computes, and how it compares with cuDNN's, is in docs/grouped_gemm_quant.md; the arithmetic in
 epilogue.py; the arguments, their types, defaults and rules in request.py.
@@ -57,7 +57,7 @@ def _run(call: str, kind: type[CudnnRequest], names: dict[str, bool], given: dic
 
 @_taking(CudnnRequest)
 def grouped_gemm_quant(**others: Any) -> QuantOutputs:
-    """alpha, bias and prob on a grouped GEMM, and its result quantised along rows and columns, in one launch.
+    """alpha, bias and prob on a grouped GEMM, and its result quantized along rows and columns, in one launch.
 
     Every argument is by keyword, since cuDNN's documentation and its code order them differently. Two ways to give
     operands, by the type of b_tensor: cuDNN's tensors, or `BlockScaledTensor`s. Shapes in brackets are the second's.
@@ -115,7 +115,7 @@ def grouped_gemm_quant(**others: Any) -> QuantOutputs:
 
 @_taking(SwigluRequest)
 def grouped_gemm_swiglu_quant(**others: Any) -> QuantOutputs:
-    """An expert's whole first projection: D = prob * silu(gate) * up, N_out = N / 2, quantised, in one launch.
+    """An expert's whole first projection: D = prob * silu(gate) * up, N_out = N / 2, quantized, in one launch.
 
     gate_up: where the rows of b_tensor that make gate and up lie, and it has no default, since no error could tell the
         wrong one: "concatenated", gate in the first N / 2, up in the others (checkpoints, vLLM's w13); or

@@ -70,7 +70,7 @@ class Buffers(Inputs):
                 f"{missing} is None; sfd_row and norm_const are needed with {d.dtype} (ones for no effect)"
             )
         if has_column and format not in COLUMN_FORMATS:
-            raise ValueError(f"d_col_tensor must be None for {d.dtype}; only FP8 is quantised along columns")
+            raise ValueError(f"d_col_tensor must be None for {d.dtype}; only FP8 is quantized along columns")
         column_layout = "blocked_groups" if self.discrete_col_sfd else "blocked"
         return self.epilogue_of(
             gate_up,

@@ -19,13 +19,13 @@ KEYS = ("d_tensor", "d_col_tensor", "amax_tensor", "sfd_row_tensor", "sfd_col_te
 class QuantOutputs(dict[str, Any]):
     """The five outputs, None where they were not asked for, by name, by number or unpacked in the order of `KEYS`.
 
-    d_tensor: (M, N_out), or (M, N_out, 1) in calls with a (M, K, 1) of cuDNN's: values, or row-quantised codes.
-    d_col_tensor: column-quantised codes, of the same shape. FP4 codes are two to a byte along N_out.
+    d_tensor: (M, N_out), or (M, N_out, 1) in calls with a (M, K, 1) of cuDNN's: values, or row-quantized codes.
+    d_col_tensor: column-quantized codes, of the same shape. FP4 codes are two to a byte along N_out.
     amax_tensor: (G, 1) float32.
     sfd_row_tensor, sfd_col_tensor: scales. Where row_layout or column_layout is "blocked" or "blocked_groups" a 6-D view
         (32, 4, row tiles, 4, column tiles, 1) over the bytes of the 32x4x4 tiles, in calls with a (M, K) of cuDNN's the
         bytes as (1, row tiles, column tiles, 32, 4, 4); else 2-D.
-    row: the row-quantised output as a BlockScaledTensor, ready to be the activations of the next grouped_gemm; None
+    row: the row-quantized output as a BlockScaledTensor, ready to be the activations of the next grouped_gemm; None
         where it was not asked for.
     column_tiles: tiles of 128 rows that sfd_col_tensor has room for.
     """

@@ -92,7 +92,7 @@ class CudnnRequest(Inputs):
         rows = format if self.row_output else None
         columns = self.column_format(format)
         if format is not None and rows is None and columns is None:
-            raise ValueError("row_output and column_output are both off; nothing would be left of the quantised output")
+            raise ValueError("row_output and column_output are both off; nothing would be left of the quantized output")
         amax = d_dtype in (torch.bfloat16, torch.float16) if self.return_amax is None else self.return_amax
         amax = amax and self.generate_amax
         return self.epilogue_of(
@@ -139,7 +139,7 @@ class CudnnRequest(Inputs):
             raise ValueError(f"column_output is True and d_dtype {self.dtype} has no codes; take an FP8 format")
         if format not in COLUMN_FORMATS:
             names = ", ".join(allowed.name for allowed in COLUMN_FORMATS)
-            raise ValueError(f"column_output is True for {format.name}; only {names} are quantised along columns")
+            raise ValueError(f"column_output is True for {format.name}; only {names} are quantized along columns")
         return format
 
     def epilogue_row_layout(self, rows: BlockScaledFormat | None) -> str:
