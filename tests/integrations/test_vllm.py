@@ -43,25 +43,6 @@ def vllm(name: str) -> Any:
     return importlib.import_module(f"{_MOE}.{name}")
 
 
-def moe_config(layer: Layer, activation: str, **more: Any) -> Any:
-    config = vllm("config")
-    experts = layer.w13.data.shape[0]
-    fields = {
-        "num_experts": experts,
-        "experts_per_token": layer.ids.shape[1],
-        "hidden_dim": layer.x.shape[1],
-        "intermediate_size": layer.w2.logical_shape[2],
-        "num_local_experts": experts,
-        "num_logical_experts": experts,
-        "activation": vllm("activation").MoEActivation[activation],
-        "device": "cpu",
-        "routing_method": config.RoutingMethodType.Renormalize,
-        "moe_parallel_config": config.FusedMoEParallelConfig.make_no_parallel(),
-        "in_dtype": torch.bfloat16,
-    }
-    return config.FusedMoEConfig(**(fields | more))
-
-
 def experts_of(layer: Layer, activation: str = "SILU", limit: float | None = None) -> Any:
     """PadlessExperts with the layer's scales and biases, made as vLLM makes experts."""
     config = vllm("config")
@@ -80,7 +61,7 @@ def experts_of(layer: Layer, activation: str = "SILU", limit: float | None = Non
         quant = config.mxfp4_w4a16_moe_quant_config(gemm1_alpha=1.5, gemm1_beta=1.0, **named)
     # vLLM makes no configuration without a gate on a CPU; the experts take the activation from the call.
     made_for = "SILU" if activation.endswith("NO_MUL") else activation
-    return plugin().PadlessExperts(moe_config(layer, made_for), quant)
+    return plugin().PadlessExperts(vllm_seam.moe_config(layer, made_for), quant)
 
 
 def codes(t: Any) -> torch.Tensor:
