@@ -134,6 +134,30 @@ def test_values(kind: str, activation: str, limit: float | None, options: dict[s
         assert error(run(experts_of(layer, other), layer, other), want) > 1.5 * bound
 
 
+def test_a_kernel_goes_on_with_the_copies_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes another one when it reloads; CUDA graphs read scales in tiles and biases of the first."""
+    monkeypatch.setattr("padless.integrations.weights.is_on_gpu", lambda t: True)
+    how = {"bias": True, "gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    first, second = (draw_layer(FORMATS["mxfp4"], h=256, i=128, seed=seed, **how) for seed in (0, 1))
+    before, after, fresh = (experts_of(layer, "SWIGLUOAI") for layer in (first, second, second))
+    run(before, first, "SWIGLUOAI")
+    kept = before._cache._built.weights
+    after.take_over(before, codes(second.w13), codes(second.w2))
+    want = run(fresh, second, "SWIGLUOAI")
+    for name in ("w13", "w2"):
+        tiles = getattr(fresh._cache._built.weights, name).scale
+        assert torch.equal(getattr(kept, name).scale.view(torch.uint8), tiles.view(torch.uint8))
+    for mine, values in zip(
+        before._sources(codes(first.w13), codes(first.w2)),
+        after._sources(codes(second.w13), codes(second.w2)),
+        strict=True,
+    ):
+        mine.data.copy_(values)
+    after.quant_config = before.quant_config
+    assert torch.equal(run(after, replace(second, w13=first.w13, w2=first.w2), "SWIGLUOAI"), want)
+    assert after._cache._built.weights is kept
+
+
 def test_packed_swiglu_of_gpt_oss() -> None:
     """SWIGLUOAI_UNINTERLEAVE takes alpha, limit and the offset from the configuration."""
     how = {"alpha": 1.5, "limit": 0.75, "up_offset": 1.0}
