@@ -91,8 +91,9 @@ def running(engine: str, of: EngineLayer, drawn: Layer, **biases: Any) -> Any:
         quant = seam.mxfp4_w4a16_moe_quant_config(w1_scale=scale13, w2_scale=scale2, **named)
     else:
         quant = seam.fp8_w8a8_moe_quant_config(w1_scale=scale13, w2_scale=scale2, block_shape=[128, 128], **named)
-    experts = importlib.import_module("padless.integrations.vllm.experts").PadlessExperts(None, quant)
     kind = activation.SWIGLUOAI if w13.dtype in (torch.uint8, torch.int32) else activation.SILU
+    config = vllm_seam.moe_config(drawn, kind.name)
+    experts = importlib.import_module("padless.integrations.vllm.experts").PadlessExperts(config, quant)
 
     def run() -> torch.Tensor:
         out = torch.full_like(drawn.x, float("nan"))

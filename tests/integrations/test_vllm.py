@@ -43,25 +43,6 @@ def vllm(name: str) -> Any:
     return importlib.import_module(f"{_MOE}.{name}")
 
 
-def moe_config(layer: Layer, activation: str, **more: Any) -> Any:
-    config = vllm("config")
-    experts = layer.w13.data.shape[0]
-    fields = {
-        "num_experts": experts,
-        "experts_per_token": layer.ids.shape[1],
-        "hidden_dim": layer.x.shape[1],
-        "intermediate_size": layer.w2.logical_shape[2],
-        "num_local_experts": experts,
-        "num_logical_experts": experts,
-        "activation": vllm("activation").MoEActivation[activation],
-        "device": "cpu",
-        "routing_method": config.RoutingMethodType.Renormalize,
-        "moe_parallel_config": config.FusedMoEParallelConfig.make_no_parallel(),
-        "in_dtype": torch.bfloat16,
-    }
-    return config.FusedMoEConfig(**(fields | more))
-
-
 def experts_of(layer: Layer, activation: str = "SILU", limit: float | None = None) -> Any:
     """PadlessExperts with the layer's scales and biases, made as vLLM makes experts."""
     config = vllm("config")
@@ -80,7 +61,7 @@ def experts_of(layer: Layer, activation: str = "SILU", limit: float | None = Non
         quant = config.mxfp4_w4a16_moe_quant_config(gemm1_alpha=1.5, gemm1_beta=1.0, **named)
     # vLLM makes no configuration without a gate on a CPU; the experts take the activation from the call.
     made_for = "SILU" if activation.endswith("NO_MUL") else activation
-    return plugin().PadlessExperts(moe_config(layer, made_for), quant)
+    return plugin().PadlessExperts(vllm_seam.moe_config(layer, made_for), quant)
 
 
 def codes(t: Any) -> torch.Tensor:
@@ -151,6 +132,30 @@ def test_values(kind: str, activation: str, limit: float | None, options: dict[s
     other = "GELU_TANH" if activation == "SILU" else "SILU"  # gate and up, or no gate
     if layer.options.get("activation") != "relu2":
         assert error(run(experts_of(layer, other), layer, other), want) > 1.5 * bound
+
+
+def test_a_kernel_goes_on_with_the_copies_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes another one when it reloads; CUDA graphs read scales in tiles and biases of the first."""
+    monkeypatch.setattr("padless.integrations.weights.is_on_gpu", lambda t: True)
+    how = {"bias": True, "gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+    first, second = (draw_layer(FORMATS["mxfp4"], h=256, i=128, seed=seed, **how) for seed in (0, 1))
+    before, after, fresh = (experts_of(layer, "SWIGLUOAI") for layer in (first, second, second))
+    run(before, first, "SWIGLUOAI")
+    kept = before._cache._built.weights
+    after.take_over(before, codes(second.w13), codes(second.w2))
+    want = run(fresh, second, "SWIGLUOAI")
+    for name in ("w13", "w2"):
+        tiles = getattr(fresh._cache._built.weights, name).scale
+        assert torch.equal(getattr(kept, name).scale.view(torch.uint8), tiles.view(torch.uint8))
+    for mine, values in zip(
+        before._sources(codes(first.w13), codes(first.w2)),
+        after._sources(codes(second.w13), codes(second.w2)),
+        strict=True,
+    ):
+        mine.data.copy_(values)
+    after.quant_config = before.quant_config
+    assert torch.equal(run(after, replace(second, w13=first.w13, w2=first.w2), "SWIGLUOAI"), want)
+    assert after._cache._built.weights is kept
 
 
 def test_packed_swiglu_of_gpt_oss() -> None:

@@ -11,16 +11,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from padless import FP8_BLOCK, MXFP4
+from padless.integrations.codes import refresh
 from support import vllm_seam
 from support.moe_layer_problem import Layer, dense, draw_layer
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM's Python files on PYTHONPATH")
+GPT_OSS: dict[str, Any] = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 FP8_CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
@@ -84,6 +87,11 @@ def routed_experts(layer: Layer, quant_config: Any, activation: str = "SILU", ra
 
 def load_fp8(module: Any, layer: Layer) -> None:
     """As a model's load_weights does: one tensor of one expert at a time, by the hub's names."""
+    fill_fp8(module, layer)
+    module.quant_method.process_weights_after_loading(module)
+
+
+def fill_fp8(module: Any, layer: Layer) -> None:
     half = layer.w13.data.shape[1] // 2
     for expert in range(layer.w13.data.shape[0]):
         for shard, w, rows in (
@@ -95,12 +103,16 @@ def load_fp8(module: Any, layer: Layer) -> None:
             name = "w2" if shard == "w2" else "w13"
             for kind, values in (("weight", w.data[expert, rows]), ("weight_scale_inv", w.scale[expert, blocks])):
                 parameter = getattr(module, f"{name}_{kind}")
-                module.weight_loader(parameter, values.clone(), f"experts.{name}_{kind}", shard, expert)
-    module.quant_method.process_weights_after_loading(module)
+                parameter.weight_loader(parameter, values.clone(), f"experts.{name}_{kind}", shard, expert)
 
 
 def load_gpt_oss(module: Any, layer: Layer) -> None:
     """All experts at once, as vLLM's gpt-oss does."""
+    fill_gpt_oss(module, layer)
+    module.quant_method.process_weights_after_loading(module)
+
+
+def fill_gpt_oss(module: Any, layer: Layer) -> None:
     for name, w, bias in (("w13", layer.w13, "bias13"), ("w2", layer.w2, "bias2")):
         for kind, values in (
             ("weight", w.data.view(torch.uint8)),
@@ -108,8 +120,7 @@ def load_gpt_oss(module: Any, layer: Layer) -> None:
             ("bias", layer.options[bias]),
         ):
             parameter = getattr(module, f"{name}_{kind}")
-            module.weight_loader(parameter, values, f"experts.{name}_{kind}", None, None)
-    module.quant_method.process_weights_after_loading(module)
+            parameter.weight_loader(parameter, values, f"experts.{name}_{kind}", None, None)
 
 
 def run(module: Any, layer: Layer) -> torch.Tensor:
@@ -155,12 +166,51 @@ def test_one_rank_of_three() -> None:
 
 def test_gpt_oss_layer() -> None:
     """96 = 3 x 32 of I stays 96: nothing is rounded up to a tile."""
-    how = {"gate_up": "alternating", "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
-    layer = only_valid(draw_layer((MXFP4, torch.bfloat16), tokens=29, top_k=2, h=192, i=96, bias=True, **how))
+    layer = only_valid(draw_layer((MXFP4, torch.bfloat16), tokens=29, top_k=2, h=192, i=96, bias=True, **GPT_OSS))
     module = routed_experts(layer, config_of({"quant_method": "mxfp4"}), "SWIGLUOAI", has_bias=True)
     load_gpt_oss(module, layer)
     assert tuple(module.w13_weight.shape) == (5, 192, 96)
     assert error(run(module, layer), dense(layer)) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_a_reload(kind: str) -> None:
+    """vLLM's own, twice: new values, in the layer's parameters and in the copies that graphs read."""
+    from vllm.model_executor.model_loader import reload
+
+    sizes: dict[str, Any] = {"tokens": 29, "top_k": 2, "h": 256, "i": 128}
+    if kind == "fp8":
+        layers = [only_valid(draw_layer((FP8_BLOCK, None), seed=seed, **sizes)) for seed in range(3)]
+        module, fill = routed_experts(layers[0], config_of(FP8_CHECKPOINT)), fill_fp8
+    else:
+        pair = (MXFP4, torch.bfloat16)
+        layers = [only_valid(draw_layer(pair, seed=seed, bias=True, **sizes, **GPT_OSS)) for seed in range(3)]
+        module = routed_experts(layers[0], config_of({"quant_method": "mxfp4"}), "SWIGLUOAI", has_bias=True)
+        fill = fill_gpt_oss
+    reload.record_metadata_for_reloading(module)
+    fill(module, layers[0])
+    module.quant_method.process_weights_after_loading(module)
+    run(module, layers[0])
+    kept = module.quant_method.moe_kernel.fused_experts._cache._built.weights
+    places = [t.data_ptr() for t in module.parameters()]
+    for layer in layers[1:]:
+        before = run(module, layer)
+        reload.initialize_layerwise_reload(module)
+        fill(module, layer)
+        reload.finalize_layerwise_reload(module, None)
+        got = run(module, layer)
+        assert error(got, dense(layer)) < 0.06
+        assert error(before, dense(layer)) > 0.3
+        assert [t.data_ptr() for t in module.parameters()] == places
+        now = module.quant_method.moe_kernel.fused_experts._cache._built.weights
+        assert now is kept
+        if kind == "mxfp4":
+            assert torch.equal(kept.bias13, layer.options["bias13"].bfloat16().float())
+    for name, t in module.named_parameters():  # what torch does not count, as a trainer's transfer
+        if "weight_scale" in name:
+            t.data.copy_(t / 2 if t.is_floating_point() else t - 1)
+    refresh()
+    assert error(run(module, layer), dense(layer)) > 0.1, "the layer's scales are read"
 
 
 def test_checkpoints_that_are_claimed() -> None:
@@ -182,6 +232,8 @@ def test_layers_that_are_refused() -> None:
     layer = only_valid(draw_layer((FP8_BLOCK, None), h=256, i=128))
     with pytest.raises(ValueError, match=r"does not compute this layer's experts \(.*SITU activation\)"):
         routed_experts(layer, config_of(FP8_CHECKPOINT), "SITU")
+    with pytest.raises(ValueError, match=r"experts in MXFP4 have the activation 'silu'; .* takes gpt-oss'"):
+        routed_experts(layer, config_of({"quant_method": "mxfp4"}), "SILU")
 
 
 def test_skipped_layers_are_vllm_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +260,12 @@ def test_the_stand_in_is_like_vllm() -> None:
         assert isinstance(getattr(config.FusedMoEParallelConfig, name), property)
     made = activation.ApplyMoEActivationConfig()
     assert (made.clamp_limit, made.alpha, made.beta) == (None, 1.0, 0.0)
+    no_situ = {"activation_situ_beta": None, "activation_situ_linear_beta": None}
+    model = SimpleNamespace(swiglu_limit=7.0, swiglu_alpha=1.5, swiglu_beta=None, **no_situ)
+    quant = SimpleNamespace(gemm1_clamp_limit=None, gemm1_alpha=1.25, gemm1_beta=None)
+    theirs = activation.ApplyMoEActivationConfig.from_configs(model, quant)
+    ours = vllm_seam.ApplyMoEActivationConfig.from_configs(model, quant)
+    assert (ours.clamp_limit, ours.alpha, ours.beta) == (theirs.clamp_limit, theirs.alpha, theirs.beta)
 
 
 def test_vllm_finds_the_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

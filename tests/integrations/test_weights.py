@@ -97,3 +97,19 @@ def test_what_a_graph_makes_when_it_runs_is_no_other_calls(monkeypatch: pytest.M
     assert kept not in of_graph
     monkeypatch.setattr(kept_weights, "is_capturing", lambda device: True)
     assert cache.get(*tensors, bias) is kept, "there when a graph is captured"
+
+
+def test_values_of_tensors_that_will_be_copied_lie_where_graphs_read() -> None:
+    """As vLLM reloads: through temporary tensors, then by a copy that torch does not count."""
+    tensors, bias = codes(), torch.randn(2, 256).bfloat16()
+    cache = WeightCache("")
+    kept = cache.get(*tensors, bias)
+    others, other_bias = codes(), torch.randn(2, 256).bfloat16()
+    cache.write_values_of(*others, other_bias, None)
+    for t, values in zip((*tensors, bias), (*others, other_bias), strict=True):
+        t.data.copy_(values)
+    assert cache.get(*tensors, bias) is kept
+    assert kept.bias13 is not None
+    assert torch.equal(kept.bias13, other_bias.float())
+    cache.write_values_of(*codes(3), None, None)
+    assert cache.get(*tensors, bias) is not kept, "of another number of experts"

@@ -7,6 +7,7 @@ files can be imported (.peers/vllm on PYTHONPATH, see docs/frameworks.md) the sa
 
 from __future__ import annotations
 
+import importlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from support import stand_in_modules
+from support.moe_layer_problem import Layer
 
 # Parameters of what PadlessExperts overrides, as vLLM calls it.
 PARAMETERS = {
@@ -83,6 +85,14 @@ class ApplyMoEActivationConfig:
     alpha: float = 1.0
     beta: float = 0.0
 
+    @classmethod
+    def from_configs(cls, moe_config: Any, quant_config: Any) -> ApplyMoEActivationConfig:
+        def first(name: str, default: float | None = None) -> Any:
+            found = (getattr(quant_config, f"gemm1_{name}"), getattr(moe_config, f"swiglu_{name.split('_')[-1]}"))
+            return next((value for value in found if value is not None), default)
+
+        return cls(first("clamp_limit"), first("alpha", 1.0), first("beta", 0.0))
+
 
 @dataclass
 class FusedMoEParallelConfig:
@@ -109,6 +119,10 @@ class QuantConfig:
 
 
 class FusedMoEConfig:
+    swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
 
@@ -118,12 +132,7 @@ class FusedMoEExpertsModular(ABC):
         self, moe_config: Any, quant_config: Any, max_num_tokens: int | None = None, num_dispatchers: int | None = None
     ) -> None:
         self.moe_config, self.quant_config = moe_config, quant_config
-        q = quant_config
-        self.activation_config = ApplyMoEActivationConfig(
-            q.gemm1_clamp_limit,
-            1.0 if q.gemm1_alpha is None else q.gemm1_alpha,
-            0.0 if q.gemm1_beta is None else q.gemm1_beta,
-        )
+        self.activation_config = ApplyMoEActivationConfig.from_configs(moe_config, quant_config)
 
     @abstractmethod
     def apply(self, *arguments: Any) -> None: ...
@@ -194,6 +203,27 @@ def install(patch: pytest.MonkeyPatch) -> None:
         },
     }
     stand_in_modules.put(patch, contents)
+
+
+def moe_config(layer: Layer, activation: str, **more: Any) -> Any:
+    """FusedMoEConfig of a layer, vLLM's or the stand-in's."""
+    moe = "vllm.model_executor.layers.fused_moe"
+    config, kinds = importlib.import_module(f"{moe}.config"), importlib.import_module(f"{moe}.activation")
+    experts = layer.w13.data.shape[0]
+    fields = {
+        "num_experts": experts,
+        "experts_per_token": layer.ids.shape[1],
+        "hidden_dim": layer.x.shape[1],
+        "intermediate_size": layer.w2.logical_shape[2],
+        "num_local_experts": experts,
+        "num_logical_experts": experts,
+        "activation": kinds.MoEActivation[activation],
+        "device": "cpu",
+        "routing_method": config.RoutingMethodType.Renormalize,
+        "moe_parallel_config": config.FusedMoEParallelConfig.make_no_parallel(),
+        "in_dtype": torch.bfloat16,
+    }
+    return config.FusedMoEConfig(**(fields | more))
 
 
 @contextmanager

@@ -273,6 +273,16 @@ class WeightCache(KeptWeights):
         sources = self.sources
         self._rewrite(sources, partial(self._build, *sources))
 
+    def write_values_of(self, *sources: Any) -> None:
+        """Writes what was built where it lies, with the values of other sources, which its own are about to have.
+
+        Sources of other shapes or dtypes leave nothing, and the next `get` builds.
+        """
+        if (built := self._built) is not None:
+            weights = rewritten(built.weights, self._build(*sources))
+            origin, kept = _origin(built.sources, None), kept_parts(weights, built.sources)
+            self._built = _Built(*origin, weights, kept) if weights is built.weights else None
+
     def _build(self, w13: Any, w13_scale: Any, w2: Any, w2_scale: Any, bias13: Any, bias2: Any) -> ExpertWeights:
         first, second = (
             in_tiles(block_scaled(*given, self._remedy)) for given in (("w13", w13, w13_scale), ("w2", w2, w2_scale))

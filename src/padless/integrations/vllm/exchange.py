@@ -158,9 +158,7 @@ class PadlessGroupedExperts(PadlessExperts):
             raise ValueError(
                 "hidden_states are not quantized and grouped; PadlessGroupedExperts goes with PadlessPrepareAndFinalize"
             )
-        assert self.w1_scale is not None
-        assert self.w2_scale is not None
-        weights = self._cache.get(w1, self.w1_scale, w2, self.w2_scale, self.w1_bias, self.w2_bias)
+        weights = self._weights(w1, w2)
         offs = expert_tokens_meta.expert_num_tokens.cumsum(0, dtype=torch.int32)
         given = activation_arguments(activation, self.activation_config)
         given["kind"] = given.pop("activation", "swiglu")

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from padless.integrations.engines import VLLM
-from padless.integrations.weights import WeightCache
+from padless.integrations.weights import ExpertWeights, WeightCache
 from padless.moe.layer import moe
 from padless.runtime.architecture import BY_CAPABILITY
 
@@ -145,9 +145,7 @@ class PadlessExperts(FusedMoEExpertsModular):
                 "hidden_states are quantized and padless.integrations.vllm takes bfloat16 or float16 rows: choose "
                 "another all2all backend, such as allgather_reducescatter"
             )
-        assert self.w1_scale is not None
-        assert self.w2_scale is not None
-        weights = self._cache.get(w1, self.w1_scale, w2, self.w2_scale, self.w1_bias, self.w2_bias)
+        weights = self._weights(w1, w2)
         ids = topk_ids if expert_map is None else local_ids(topk_ids, expert_map)
         result = moe(
             hidden_states,
@@ -162,6 +160,19 @@ class PadlessExperts(FusedMoEExpertsModular):
             **activation_arguments(activation, self.activation_config),
         )
         output.copy_(result)
+
+    def _weights(self, w1: torch.Tensor, w2: torch.Tensor) -> ExpertWeights:
+        return self._cache.get(*self._sources(w1, w2))
+
+    def _sources(self, w1: torch.Tensor, w2: torch.Tensor) -> tuple[Any, ...]:
+        assert self.w1_scale is not None
+        assert self.w2_scale is not None
+        return w1, self.w1_scale, w2, self.w2_scale, self.w1_bias, self.w2_bias
+
+    def take_over(self, before: PadlessExperts, w1: torch.Tensor, w2: torch.Tensor) -> None:
+        """Takes the copies that `before` made of its weights, with the values of w1, w2 and this kernel's scales."""
+        self._cache = before._cache
+        self._cache.write_values_of(*self._sources(w1, w2))
 
 
 def activation_arguments(activation: MoEActivation, config: ApplyMoEActivationConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, mxfp4_w4a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -68,7 +69,36 @@ class PadlessFp8Config(Fp8Config):
         )
 
 
-class PadlessFp8MoEMethod(Fp8MoEMethod):
+class _Reloaded:
+    """Experts that vLLM's reload of weights leaves computing with them, eagerly and in captured CUDA graphs.
+
+    vLLM loads into temporary parameters, makes a kernel of these and copies them to where the layer's lie. The kernel
+    would go on with scales and biases that are not the layer's, and graphs with copies that went with the last one's.
+    """
+
+    weight_scale_name: str
+    moe_kernel: Any
+    moe_quant_config: Any
+    get_fused_moe_quant_config: Any
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """vLLM's own; the kernel takes over the copies of the one before, written anew where they lie."""
+        before = self.moe_kernel
+        super().process_weights_after_loading(layer)  # type: ignore[misc]
+        if before is not None:
+            experts = self.moe_kernel.fused_experts
+            experts.take_over(before.fused_experts, layer.w13_weight, layer.w2_weight)
+
+    def apply(self, layer: RoutedExperts, *arguments: Any, **named: Any) -> Any:
+        """vLLM's own, with the layer's scales and biases."""
+        scale = getattr(layer, f"w13_{self.weight_scale_name}")
+        if self.moe_quant_config.w1_scale is not scale:
+            self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+            self.moe_kernel.fused_experts.quant_config = self.moe_quant_config
+        return super().apply(layer, *arguments, **named)  # type: ignore[misc]
+
+
+class PadlessFp8MoEMethod(_Reloaded, Fp8MoEMethod):
     """vLLM's FP8 experts, created and loaded by it, with `PadlessExperts` in the place of what its oracle picks."""
 
     def __init__(self, quant_config: Fp8Config, layer: RoutedExperts) -> None:
@@ -106,7 +136,7 @@ class PadlessMxfp4Config(GptOssMxfp4Config):
         return PadlessMxfp4MoEMethod(moe)
 
 
-class PadlessMxfp4MoEMethod(GptOssMxfp4MoEMethod):
+class PadlessMxfp4MoEMethod(_Reloaded, GptOssMxfp4MoEMethod):
     """vLLM's gpt-oss experts, created and loaded by it in 4.25 bits a weight, with `PadlessExperts`.
 
     Sizes are not rounded up, but for the 32 values that share a scale.
@@ -115,9 +145,15 @@ class PadlessMxfp4MoEMethod(GptOssMxfp4MoEMethod):
     def __init__(self, moe: Any) -> None:
         FusedMoEMethodBase.__init__(self, moe)
         self.weight_dtype = "gpt_oss_mxfp4"
+        self.weight_scale_name = "weight_scale"
         # Of vLLM's backends the one that leaves weights as they are loaded and rounds sizes to blocks alone.
         self.mxfp4_backend = Mxfp4MoeBackend.EMULATION
         self.experts_cls = PadlessExperts
+        if moe.activation != MoEActivation.SWIGLUOAI:  # loaders and limits are gpt-oss'
+            raise ValueError(
+                f"experts in MXFP4 have the activation {moe.activation.value!r}; --quantization padless takes gpt-oss': "
+                f"{VLLM.remedy}"
+            )
         self.max_capture_size = moe.max_capture_size
         self._cache_permute_indices: dict[torch.Size, torch.Tensor] = {}
         self.w13_precision_config = None
