@@ -1,4 +1,4 @@
-"""Refusal of second derivatives, which autograd would make up from the parts that it can follow."""
+"""What a backward pass is asked for, and the refusal of second derivatives, which autograd would make up."""
 
 from __future__ import annotations
 
@@ -27,3 +27,22 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *gradients)
 
     return checked
+
+
+def asked_for(ctx: Any) -> tuple[bool, ...]:
+    """``ctx.needs_input_grad`` of an autograd function, of the backward pass under way.
+
+    torch.autograd.grad and backward(inputs=..) ask for some tensors, and autograd drops what is given for others; what
+    is written elsewhere, as to ``main_grad``, it cannot drop. Compiled passes are of all inputs.
+    """
+    if torch.compiler.is_compiling():
+        return tuple(ctx.needs_input_grad)
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
+    return tuple(needed and _is_run(next(nodes)) for needed in ctx.needs_input_grad)
+
+
+def _is_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:  # a leaf's that is asked for, or compiled autograd, which has no engine
+        return True

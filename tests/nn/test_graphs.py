@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from padless.nn import DelayedWgrad, Experts, GroupedLinear, MoE, graphed, graphs
-from padless.nn.graphs import Graphed
+from padless.nn.graphs import Graphed, Recorded
 from padless.verify.fuzz.place import place_of
 from padless.verify.training import graphs as verified
 from support import training_layer
@@ -103,6 +103,31 @@ def test_gradients_of_microbatches_are_added_up() -> None:
         for seed in range(3):
             given, problem = inputs(layer(seed=seed)), layer(seed=seed)
             call(*given).backward(problem.dout.float())
+    for name in WEIGHTS:
+        assert torch.equal(getattr(experts, name).grad, getattr(eager, name).grad), name
+
+
+@pytest.mark.parametrize("by_autograd", [False, True])
+def test_gradients_outlive_a_forward_pass_that_writes_there(by_autograd: bool) -> None:
+    """Captures share memory: what a forward pass is done with may be where a backward pass leaves its results."""
+    eager, experts, graph = pair()
+    right = graph._forward
+
+    def replay() -> None:
+        for t in graph._backward[False].results:
+            if t is not None:
+                t.fill_(float("nan"))
+        right.replay()
+
+    graph._forward = Recorded(replay, right.results)
+    for seed in range(3):
+        problem = layer(seed=seed)
+        eager(*inputs(problem)).backward(problem.dout.float())
+        if by_autograd:
+            graph(*inputs(problem)).backward(problem.dout.float())
+        else:
+            graph.forward(*inputs(problem))
+            graph.backward(problem.dout.float())
     for name in WEIGHTS:
         assert torch.equal(getattr(experts, name).grad, getattr(eager, name).grad), name
 
@@ -223,6 +248,18 @@ def test_what_would_be_wrong_is_refused() -> None:
     experts.delayed_wgrad = DelayedWgrad()
     with pytest.raises(ValueError, match="layer has a Experts with ep or delayed_wgrad"):
         graphed(experts, *inputs(layer()))
+
+
+def test_a_part_of_a_backward_pass_is_refused_where_all_would_be_added_to_main_grad() -> None:
+    experts = module(layer(), "fp8", dtype=torch.float32)
+    experts.w13.main_grad = torch.zeros_like(experts.w13)
+    graph = Graphed(experts, inputs(layer(seed=9)))
+    given = inputs(layer())
+    with pytest.raises(RuntimeError, match="a graph adds to main_grad of every parameter"):
+        torch.autograd.grad(graph(*given).sum(), given[0])
+    assert not experts.w13.main_grad.any()
+    graph(*given).sum().backward()
+    assert experts.w13.main_grad.any()
 
 
 # --- planted ---------------------------------------------------------------------------------------------

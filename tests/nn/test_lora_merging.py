@@ -58,6 +58,15 @@ def test_the_layer_agrees() -> None:
     assert (got - adapted).norm() < 0.1 * adapted.norm() < 0.5 * (plain - adapted).norm()
 
 
+def test_autocast_changes_no_bit() -> None:
+    m = module(FP8_BLOCK, 0.2)
+    want = merged(m, "default")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = merged(m, "default")
+    for new, right in ((found.w13, want.w13), (found.w2, want.w2)):
+        assert torch.equal(dequantize(new), dequantize(right))
+
+
 def test_an_adapter_of_zeros_and_a_wrong_name() -> None:
     """MXFP8's codes are their own quantization, so that nothing is lost."""
     m = module(MXFP8, 0.1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from padless import MXFP4, quantize
-from padless.nn.lora import LoraExperts, from_peft, to_peft
+from padless.nn.lora import LoraExperts, from_peft, merged, to_peft
 
 PREFIX = "base_model.model.model.layers.3.mlp.experts"
 E, H, INNER, R = 3, 64, 32, 5
@@ -66,3 +68,28 @@ def test_refusals_write_nothing() -> None:
     assert all(torch.equal(p, before[n]) for n, p in m.named_parameters())
     with pytest.raises(ValueError, match="three"):
         to_peft(m, "three", PREFIX)
+
+
+def test_adapters_of_which_ranks_have_parts_are_refused(tmp_path: Path) -> None:
+    """Gathered they are written, with what was trained."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    m, plain = module(0), module(0)
+    found = to_peft(plain, "one", PREFIX)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        sharded = fully_shard(m, mesh=init_device_mesh("cpu", (1,)))
+        for call in (
+            lambda: to_peft(m, "one", PREFIX),
+            lambda: from_peft(m, "one", PREFIX, found),
+            lambda: merged(m, "one"),
+        ):
+            with pytest.raises(ValueError, match=r"adapter 'one' has DTensors"):
+                call()
+        sharded.unshard()
+        gathered = to_peft(m, "one", PREFIX)
+        assert torch.equal(merged(m, "one").loss2, merged(plain, "one").loss2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(torch.equal(gathered[name], t) for name, t in found.items())

@@ -43,6 +43,21 @@ def test_a_weight_and_its_transpose_are_one() -> None:
     assert torch.equal(dequantize(alone.forward), made)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_weight_that_is_not_finite_stays_so(value: float) -> None:
+    """NaN in the block of 16 x 16, both ways, and the others' bits: an optimizer's overflow is to be seen."""
+    w = normal(3, N, K)
+    want = dequantize(weight_operands(w, RECIPES["nvfp4"]).forward)
+    w[1, 17, 33] = value
+    operands = weight_operands(w, RECIPES["nvfp4"])
+    made, transposed = dequantize(operands.forward), dequantize(operands.dgrad)
+    inside = torch.zeros_like(w, dtype=torch.bool)
+    inside[1, 16:32, 32:48] = True
+    assert torch.equal(made.isnan(), inside)
+    assert torch.equal(transposed.isnan(), inside.mT)
+    assert torch.equal(made[[0, 2]], want[[0, 2]])
+
+
 def test_a_weight_has_few_values_in_a_block() -> None:
     """Those of e2m1 times one scale, of which 6 is the largest; the scale is an e4m3 number times the global one."""
     w = normal(2, N, K)

@@ -109,6 +109,51 @@ def test_main_grad_in_bfloat16() -> None:
         assert error < 2**-7
 
 
+@pytest.mark.parametrize("ask", [torch.autograd.grad, lambda out, x: torch.autograd.backward(out, inputs=x)])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_bf16_wgrad", "nvfp4"])
+def test_weights_that_were_not_asked_for_get_nothing(recipe: str, waits: bool, ask: Callable[..., Any]) -> None:
+    """A backward pass of the input alone, or of one weight too, leaves the other gradients where they are."""
+    queue = DelayedWgrad()
+    problem = layer(tokens=20, intermediate=160)
+    experts = module(problem, recipe, delayed_wgrad=queue if waits else None)
+    linear = GroupedLinear(2, 160, 32, recipe=recipe, delayed_wgrad=queue if waits else None)
+    offs = torch.tensor([3, 20], dtype=torch.int32)
+    weights = [experts.w13, experts.w2, linear.weight]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    x, prob = problem.x.requires_grad_(), problem.prob.requires_grad_()
+
+    def total() -> torch.Tensor:
+        return experts(x, problem.index, prob).sum() + linear(x, offs).sum()
+
+    ask(total(), [x, prob])
+    assert len(queue) == 0
+    assert not any(bool(weight.main_grad.any()) for weight in weights)
+    total().backward(inputs=[x, experts.w2])
+    queue.flush()
+    assert [bool(weight.main_grad.any()) for weight in weights] == [False, True, False]
+    alone = experts.w2.main_grad.clone()
+    total().backward()
+    queue.flush()
+    assert all(bool(weight.main_grad.any()) for weight in weights)
+    assert torch.equal(experts.w2.main_grad, alone + alone)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_bf16_wgrad"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_main_grad_of_another_shape_is_refused(recipe: str, overwrite: bool) -> None:
+    """Also one that the gradient could be spread over."""
+    linear, offs = GroupedLinear(1, 64, 32, recipe=recipe), torch.tensor([8], dtype=torch.int32)
+    linear.weight.overwrite_main_grad = overwrite
+    for shape in ((3, 32, 64), (1, 64, 32), (2048,)):
+        linear.weight.main_grad = torch.zeros(shape)
+        out = linear(torch.randn(8, 64), offs)
+        with pytest.raises(ValueError, match=r"main_grad is \(.*\) and its weight \(1, 32, 64\)"):
+            out.sum().backward()
+        assert not linear.weight.main_grad.any()
+
+
 # --- later -----------------------------------------------------------------------------------------------
 
 
@@ -129,6 +174,23 @@ def test_delayed_gradients_are_the_same(recipe: str) -> None:
         for one in single[1:]:
             total += one[name]
         assert torch.equal(getattr(experts, name).grad, total)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_delayed_gradients_are_added_where_grad_lies(recipe: str) -> None:
+    """In a buffer of all gradients, such as one that is reduced or clipped as a whole."""
+    queue = DelayedWgrad()
+    experts, now = module(layer(), recipe, delayed_wgrad=queue), module(layer(), recipe)
+    weights = [experts.w13, experts.w2]
+    parts = torch.ones(sum(w.numel() for w in weights)).split([w.numel() for w in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        weight.grad = part.view(weight.shape)
+    train_one(experts, 0)
+    queue.flush()
+    train_one(now, 0)
+    for weight, part, want in zip(weights, parts, (now.w13, now.w2), strict=True):
+        assert torch.equal(part.view(weight.shape), want.grad + 1)
+        assert weight.grad.data_ptr() == part.data_ptr()
 
 
 def test_delayed_gradients_into_main_grad() -> None:

@@ -27,7 +27,7 @@ from padless.distributed import ExpertParallel, ExpertPlan
 from padless.distributed.functions import gradients_of_dispatch, gradients_of_rows, summed
 from padless.epilogue import INTERLEAVE
 from padless.formats import FORMAT_BY_NAME, NVFP4, BlockScaledTensor
-from padless.gradients import once_differentiable
+from padless.gradients import asked_for, once_differentiable
 from padless.moe.checks import check_matrix
 from padless.moe.layer import BF16
 from padless.moe.routing import check_ids
@@ -320,7 +320,8 @@ def _gradients(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of x, top_k_weights, w13 and w2, None where they are not needed."""
     plan: Plan = ctx.plan
     recipe, ep = plan.recipe, plan.ep
-    needs_x, needs_prob, needs13, needs2 = ctx.needs_input_grad[:4]
+    needs_x, needs_prob = ctx.needs_input_grad[:2]  # with ep they say what all ranks exchange
+    needs13, needs2 = asked_for(ctx)[2:4]
     offs, tokens, inverse, prob, x, *saved = ctx.saved_tensors
     lengths = (PARTS, 4, PARTS, PARTS, PARTS)
     kept, saved_columns, dgrad13, dgrad2, again = (

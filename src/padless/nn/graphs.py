@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from padless.gradients import once_differentiable
+from padless.gradients import asked_for, once_differentiable
 from padless.nn.linear import QuantizedModule
 from padless.nn.weight_codes import WeightCodes, flat_operands, joined_operands, weight_operands, writes_of
 from padless.runtime.devices import on_device_of
@@ -137,6 +137,8 @@ class Graphed:
                 described = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in self.inputs)
                 raise ValueError(f"inputs must be as captured, {described}; capture the layer again with others")
             mine.copy_(its)
+        for recorded in self._backward.values():  # its results may lie where the other graphs have scratch
+            self._keep_gradients(recorded)
         for codes in self._codes:
             codes.refresh()
         self._forward.replay()
@@ -145,7 +147,7 @@ class Graphed:
 
     @torch.no_grad()
     def backward(self, dout: torch.Tensor) -> Results:
-        """Gradients of the last call's inputs, in memory that the next backward pass writes; None where there is none.
+        """Gradients of the last call's inputs, in memory that the next call writes; None where there is none.
 
         Those of parameters go to ``.grad`` and ``main_grad``.
         """
@@ -191,6 +193,11 @@ class Graphed:
         given = iter(found)
         return tuple(next(given) if t.requires_grad else None for t in (*self._leaves, *self.parameters))
 
+    def _keep_gradients(self, recorded: Recorded) -> None:
+        """Copies what .grad has taken of the results of a backward pass, which a replay is about to write."""
+        for p, gradient in zip(self.parameters, recorded.results[len(self.inputs) :], strict=True):
+            _keep_gradient(p, gradient)
+
     def _replay_backward(self, dout: torch.Tensor) -> tuple[Results, Results]:
         """Gradients of inputs and of parameters, all in the graph's memory."""
         flags = {bool(getattr(p, "overwrite_main_grad", False)) for p in self._mains} or {False}
@@ -199,8 +206,7 @@ class Graphed:
         recorded = self._backward[flags.pop()]
         count = len(self.inputs)
         of_inputs, of_parameters = recorded.results[:count], recorded.results[count:]
-        for p, gradient in zip(self.parameters, of_parameters, strict=True):
-            _keep_gradient(p, gradient)
+        self._keep_gradients(recorded)
         if dout is not self.dout:
             self.dout.copy_(dout)
         recorded.replay()
@@ -209,8 +215,16 @@ class Graphed:
                 p.grad_added_to_main_grad = True
         return of_inputs, tuple(None if t is None else t.detach() for t in of_parameters)
 
-    def run_backward(self, dout: torch.Tensor, call: int) -> Results:
-        """For autograd: gradients of inputs, copied, since it may keep them, and of parameters."""
+    def run_backward(self, dout: torch.Tensor, call: int, asked: tuple[bool, ...]) -> Results:
+        """For autograd: gradients of inputs, copied, since it may keep them, and of parameters.
+
+        asked: of which parameters autograd wants them.
+        """
+        if self._mains and not all(asked):
+            raise RuntimeError(
+                "a backward pass of some tensors was asked for, and a graph adds to main_grad of every parameter; ask "
+                "for all, or call the layer itself"
+            )
         if call != self._calls:
             raise RuntimeError(
                 "the layer was called again before this backward pass, in memory that both share; run a call's backward "
@@ -230,7 +244,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.graphs.run_backward(dout, ctx.call)
+        asked = asked_for(ctx)[1 + len(ctx.graphs.inputs) :]
+        return None, *ctx.graphs.run_backward(dout, ctx.call, asked)
 
 
 def _keep_gradient(parameter: torch.Tensor, written: torch.Tensor | None) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from padless.arguments import refuse_kinds
 from padless.formats import FP8_BLOCK, MXFP8, NVFP4, BlockScaledTensor
-from padless.gradients import once_differentiable
+from padless.gradients import asked_for, once_differentiable
 from padless.kernels.config import MAX_GROUPS
 from padless.layouts import GroupedColumns
 from padless.nn.lifted import lowered
@@ -148,7 +148,7 @@ class _GroupedLinear(torch.autograd.Function):
         offs, *kept = ctx.saved_tensors
         of_dgrad, saved = kept[:PARTS], kept[PARTS:]
         recipe, dtype, facts = ctx.how
-        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        needs_dgrad, needs_wgrad = asked_for(ctx)[:2]
         dx = dw = None
         rows, columns = operands_of_rows(
             dy, offs, recipe.dgrad if needs_dgrad else None, recipe.wgrad if needs_wgrad else None, (1, 128),

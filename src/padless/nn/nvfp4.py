@@ -109,7 +109,9 @@ def weight(w: torch.Tensor, transposed: bool) -> _Five:
     largest = rules.finite_amax(values, (1, 2))
     decode = rules.nvfp4_global_scale(largest)
     factors = rules.nvfp4_factors("te", decode, largest)[:, None, None]
-    scale, multiplier = rules.nvfp4_block_te(rules.block_amax(values, BLOCK, BLOCK), factors)
+    amax = rules.block_amax(values, BLOCK, BLOCK)
+    scale, multiplier = rules.nvfp4_block_te(amax, factors)
+    scale = scale.masked_fill(~amax.isfinite(), rules.FP8_NAN)  # Inf has no code
     codes = rules.to_e2m1(values * rules.expand_blocks(multiplier, BLOCK, BLOCK, tuple(w.shape)))
     both = []
     for code, of_blocks in ((codes, scale), (codes.mT, scale.mT)):

@@ -62,6 +62,7 @@ class DelayedWgrad:
         return DelayedWgrad, ()
 
 
+@torch.no_grad()
 def _compute(pending: _Pending) -> None:
     weight, dy, x, offs, versions = pending
     if _versions(dy, x, offs) != versions:
@@ -71,7 +72,10 @@ def _compute(pending: _Pending) -> None:
         )
     found = computed(weight, dy, x, offs)
     if found is not None and getattr(weight, "main_grad", None) is None:
-        weight.grad = found if weight.grad is None else weight.grad + found
+        if weight.grad is None:
+            weight.grad = found
+        else:
+            weight.grad += found  # where it lies, as autograd does: it may be a part of a buffer of gradients
 
 
 def _versions(*operands: Columns) -> list[int | None]:
@@ -112,13 +116,15 @@ def computed(weight: torch.Tensor, dy: Columns, x: Columns, offs: torch.Tensor) 
     and overwritten where ``weight.overwrite_main_grad`` is true (the first microbatch, which then needs no zeros).
     Where ``weight`` has the attribute ``grad_added_to_main_grad`` it is set to True and a tensor of the weight's shape
     is returned that nobody is to read, since hooks of data parallelism wait for one: uninitialized, or zeros where
-    ``weight.zero_out_wgrad`` is true.
+    ``weight.zero_out_wgrad`` is true. Raises ValueError for a ``main_grad`` of another shape.
     """
     main = getattr(weight, "main_grad", None)
     if main is None:
         exact = weight.dtype in _OUT_DTYPES or weight.dtype == torch.float64
         found = wgrad(dy, x, offs, weight.dtype if exact else torch.float32)
         return found if exact else found.to(weight.dtype)
+    if main.shape != weight.shape:
+        raise ValueError(f"main_grad is {tuple(main.shape)} and its weight {tuple(weight.shape)}; give one like it")
     accumulate = not getattr(weight, "overwrite_main_grad", False)
     if accumulate and main.dtype != torch.float32:
         main += wgrad(dy, x, offs, torch.float32).to(main.dtype)

@@ -8,6 +8,7 @@ import torch
 
 from padless.formats import BlockScaledTensor
 from padless.nn.lora.experts import LoraExperts
+from padless.nn.lora.peft_names import check_adapter
 from padless.quantization.quantize import dequantize, quantize
 from padless.runtime.choices import ScaleLayout
 
@@ -30,10 +31,9 @@ def merged(module: LoraExperts, adapter: str) -> Merged:
     """The frozen weights plus scaling * B A of one adapter, quantized again, an expert at a time.
 
     The module keeps its weights. NVFP4 weights get a new global scale per expert. Raises ValueError for an adapter that
-    the module has not.
+    the module has not, or has as DTensors.
     """
-    if adapter not in module.adapters:
-        raise ValueError(f"adapter is {adapter!r}; allowed: {', '.join(map(repr, module.adapters))}")
+    check_adapter(module, adapter)
     w13, loss13 = _merged(module.w13, module.a13[adapter], module.b13[adapter], module.scaling)
     w2, loss2 = _merged(module.w2, module.a2[adapter], module.b2[adapter], module.scaling)
     return Merged(w13, w2, loss13, loss2)
@@ -46,7 +46,8 @@ def _merged(
     parts, losses = [], []
     layout = cast(ScaleLayout, weights.scale_layout)
     for expert in range(weights.data.shape[0]):
-        delta = (b[expert].float() @ a[expert].float())[None] * scaling
+        with torch.autocast(weights.device.type, enabled=False):
+            delta = (b[expert].float() @ a[expert].float())[None] * scaling
         wanted = dequantize(weights[expert : expert + 1]) + delta
         part = quantize(wanted, weights.format, kind="weight", scale_layout=layout)
         error = (dequantize(part) - wanted).norm()

@@ -66,6 +66,11 @@ def check_tensors(module: LoraExperts, adapter: str, prefix: str, tensors: Mappi
 
 
 def check_adapter(module: LoraExperts, adapter: str) -> None:
-    """Raises ValueError for an adapter that the module has not."""
+    """Raises ValueError for an adapter that the module has not, and for one of which every rank has a part."""
     if adapter not in module.adapters:
         raise ValueError(f"adapter is {adapter!r}; allowed: {', '.join(map(repr, module.adapters))}")
+    if any(hasattr(getattr(module, place)[adapter], "to_local") for _, place in _PLACES):
+        raise ValueError(
+            f"adapter {adapter!r} has DTensors, parts on every rank; read it ahead of fully_shard, and write or merge it "
+            "behind unshard()"
+        )
