@@ -128,9 +128,16 @@ def _refuse_kind(name: str, value: object) -> None:
             raise ValueError(
                 f"{name} is a {kind} tensor; it must be a plain one: .to_dense(), .dequantize() and .unbind() make some"
             )
+        refuse_negated(name, value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         for i, one in enumerate(value):
             _refuse_kind(f"{name}[{i}]", one)
+
+
+def refuse_negated(name: str, t: torch.Tensor) -> None:
+    """Raises ValueError for values of another sign than those in memory, as of the imaginary part of a conjugate."""
+    if not torch.compiler.is_compiling() and t.is_neg():
+        raise ValueError(f"{name} is a view that negates what is in memory; pass {name}.resolve_neg()")
 
 
 # --- tensors that require grad ----------------------------------------------------------------------------

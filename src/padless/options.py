@@ -11,7 +11,7 @@ PICTURES = (".pdf", ".png", ".svg")
 
 def check_folder(option: str, folder: Path) -> None:
     """Raises ValueError, before anything is computed, where a folder neither is nor can be made, or is read-only."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{option} is {str(folder)!r}, and {str(there)!r} is no folder that can be written to")
 
@@ -20,7 +20,10 @@ def check_file(option: str, file: Path) -> None:
     """Raises ValueError, before anything is computed, where a file cannot be written or is a folder."""
     if file.is_dir():
         raise ValueError(f"{option} is {str(file)!r}, a folder; it must be a file")
-    check_folder(option, file.parent)
+    if not file.exists():
+        check_folder(option, file.parent)
+    elif not os.access(file, os.W_OK):
+        raise ValueError(f"{option} is {str(file)!r}, which cannot be written to")
 
 
 def check_picture(option: str, file: Path) -> None:

@@ -51,6 +51,16 @@ def test_a_cut_last_line_is_dropped_and_appending_goes_on(tmp_path: Path) -> Non
     assert [r["kind"] for r in results.read_records(path)] == ["paper", "session"]
 
 
+def test_a_last_line_that_lacks_its_end_alone_is_kept(tmp_path: Path) -> None:
+    """It was taken for measured and removed from the file."""
+    path = tmp_path / "paper.jsonl"
+    path.write_text(json.dumps({"kind": "session", "id": "x"}) + "\n" + json.dumps(record(POINT)))
+    file = results.ResultFile(path)
+    file.append({"kind": "session", "id": "y"})
+    assert results.read_records(path) == file.records
+    assert [r["kind"] for r in file.records] == ["session", "paper", "session"]
+
+
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "paper.jsonl"
     path.write_text('{"kind": "session"}\n{oops\n{"kind": "session"}\n')

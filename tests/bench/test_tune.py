@@ -179,6 +179,15 @@ def test_a_dry_run_stores_nothing(machine: Callable[..., str], tmp_path: Path) -
     assert list(tmp_path.rglob("*")) == []
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_first(
+    machine: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "tuned").touch()
+    monkeypatch.setattr(tune, "gpu_clock", lambda path, repeats: pytest.fail("it measures"))
+    with pytest.raises(ValueError, match=r"tuned' is no folder that can be written to$"):
+        machine()
+
+
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_model, "gpu_name", lambda: None)
     with pytest.raises(ValueError, match="needs a CUDA GPU"):

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import padless
 from padless import cli
 from padless.cli.bench import commands
+from padless.options import check_file, check_folder
 from support.ragged import ROOT
 
 
@@ -134,6 +135,24 @@ def test_a_folder_that_cannot_be_written_to_is_refused_first(main, recorded, tmp
     assert err.startswith("padless: --out is ")
     assert err.count("\n") == 1
     assert not any(ran)
+
+
+def test_what_is_written_to_is_looked_at_itself(tmp_path, monkeypatch):
+    """A file that is there by its own mode, wherever it lies; a link to nothing is no folder."""
+    there, link = tmp_path / "there.jsonl", tmp_path / "link"
+    there.touch()
+    link.symlink_to(tmp_path / "nothing")
+    writable = {there}
+    monkeypatch.setattr(os, "access", lambda path, mode: path in writable)
+    check_file("--out", there)
+    with pytest.raises(ValueError, match="no folder that can be written to"):
+        check_file("--out", tmp_path / "new.jsonl")
+    writable = {tmp_path}
+    check_file("--out", tmp_path / "new.jsonl")
+    with pytest.raises(ValueError, match=r"^--out is .*there.jsonl', which cannot be written to$"):
+        check_file("--out", there)
+    with pytest.raises(ValueError, match=r"link' is no folder that can be written to$"):
+        check_folder("--out", link)
 
 
 @pytest.mark.parametrize("name", [".", "figure", "figure.weird", "file/figure.png"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import platform
+from pathlib import Path
 
 import numpy
 import pytest
@@ -64,6 +65,13 @@ def test_the_cache_is_counted(cache):
     (cache / "two.ptx").write_bytes(b"x" * 500)
     assert info.collect()["cache"] == {"directory": str(cache), "entries": 2, "bytes": 1524}
     assert f"2 kernels, 0.0 MB in {cache}" in printed()
+
+
+def test_a_file_that_is_moved_while_it_is_counted_is_none(cache, monkeypatch):
+    """Another process writes a kernel under a name of its own, and moves it."""
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([folder / "kernel.cubin.tmp"]))
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    assert info.collect()["cache"] == {"directory": str(cache), "entries": 0, "bytes": 0}
 
 
 def test_the_table_of_tile_costs_in_use_is_named(cache, monkeypatch):

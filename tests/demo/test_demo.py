@@ -15,6 +15,7 @@ from rich.console import Console
 from padless.demo import formats as demo_formats
 from padless.demo import layer as demo_layer
 from padless.demo import model as demo_model
+from padless.demo import report
 from padless.demo import run as demo
 from padless.demo.layer import LayerInputs, Routing, plain_layer, relative, route, run_layer
 from padless.demo.picture import PADDING, draw_padding
@@ -247,6 +248,16 @@ def padding_pixels(path: Path) -> int:
     pixels = image.imread(path)[..., :3]
     colour = torch.tensor([int(PADDING["edgecolor"][i : i + 2], 16) / 255 for i in (1, 3, 5)]).numpy()
     return int((abs(pixels - colour).max(-1) < 0.02).sum())
+
+
+@pytest.mark.parametrize(("encoding", "bars"), [("ascii", "#-"), ("utf-8", "█░")])
+def test_groups_are_printed_wherever_the_output_goes(encoding, bars):
+    """A terminal without the blocks ended the demo by a UnicodeEncodeError, behind all that it computes."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding, write_through=True)
+    report._print_groups(Console(file=file, width=80), [3, 200])
+    file.seek(0)
+    text = file.read()
+    assert all(bar in text for bar in bars)
 
 
 def test_the_picture_shows_padding_where_there_is_some(tmp_path):

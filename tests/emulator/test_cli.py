@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ extern "C" __global__ void k(float* y, const float* x, int n, float factor) {
   __syncthreads();
   y[threadIdx.x] = factor * s[63 - threadIdx.x];
 }"""
-LAUNCH = {
+LAUNCH: dict[str, Any] = {
     "block": 64,
     "buffers": {
         "x": {"dtype": "float32", "shape": [64], "fill": "random", "seed": 4},
@@ -50,6 +51,20 @@ def test_runs_and_saves(tmp_path: Path) -> None:
     x = np.random.default_rng(4).standard_normal(64).astype(np.float32)
     x[50:] = 0
     assert (np.load(tmp_path / "y.npy") == np.float32(0.5) * x[::-1]).all()
+
+
+@pytest.mark.parametrize(("save", "there"), [("new/y.npy", "new/y.npy"), ("y", "y.npy"), (5, "5.npy")])
+def test_a_buffer_is_saved_wherever_it_is_wanted(tmp_path: Path, save: object, there: str) -> None:
+    x, y = LAUNCH["buffers"].values()
+    code, _ = emulate(tmp_path, SOURCE, LAUNCH | {"buffers": {"x": x, "y": y | {"save": save}}})
+    assert code == 0
+    assert np.load(tmp_path / there).shape == (64,)
+
+
+def test_a_buffer_that_cannot_be_saved_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "y.npy").mkdir()
+    with pytest.raises(ValueError, match=r"^save of buffer y is .*y.npy', a folder; it must be a file"):
+        emulate(tmp_path, SOURCE, LAUNCH, "--trace")
 
 
 def test_finds_a_race_and_says_so_with_its_exit_code(tmp_path: Path) -> None:
@@ -166,7 +181,7 @@ def test_module_variables_point_at_each_other() -> None:
 # ------------------------------------------------------------------------------------------------------ time
 def test_time_prints_cycles_and_writes_trace_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    trace, picture = tmp_path / "t.json", tmp_path / "t.png"
+    trace, picture = tmp_path / "new" / "t.json", tmp_path / "other" / "new" / "t.png"
     options = ["--time", "--chip", "H200", "--time-trace", str(trace), "--time-picture", str(picture)]
     code, output = emulate(tmp_path, SOURCE, LAUNCH, *options)
     assert code == 0
@@ -200,6 +215,8 @@ def test_unknown_chip_is_named(tmp_path: Path) -> None:
     [
         (["--time-trace", "t.json"], "--time-trace is of a timed run; add --time"),
         (["--chip", "H200"], "--chip is of a timed run or of a program; add --time or --program FILE"),
+        (["--sms", "8"], "--sms is of a program; add --program FILE"),
+        (["--reports", "0"], "--reports is of a program; add --program FILE"),
         (["--time", "--seeds", "2"], "--time and --seeds exclude each other"),
         (["--time", "--time-trace", "."], "--time-trace is '.', a folder; it must be a file"),
         (["--time", "--time-picture", "t.weird"], "--time-picture is 't.weird'; its name must end in .pdf, .png, .svg"),

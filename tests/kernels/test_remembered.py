@@ -80,7 +80,7 @@ def test_what_is_not_remembered() -> None:
     own = replace(MXFP8, max_value=1.0)  # a format of the same name
     for operand in (
         3, [t], "x", t.to_sparse(), torch.nested.nested_tensor([t, t]), torch.zeros(2, requires_grad=True),
-        torch.nn.Parameter(t), scaled(format=own),
+        torch.nn.Parameter(t), scaled(format=own), torch._neg_view(torch.ones(2)),
     ):  # fmt: skip
         assert facts_of((), operand) is None
     with torch.no_grad():
@@ -101,6 +101,8 @@ def test_scales_of_other_groups_are_not_looked_up(monkeypatch: pytest.MonkeyPatc
     assert facts_of((), t, offs) is None
     assert facts_of((), t, offs.clone(), offs=offs.clone()) is None
     offs.add_(0)
+    assert facts_of((), t, offs, offs=offs) is None
+    object.__setattr__(t, "row_groups", None)  # as a compiled program makes it: the groups are still to be looked at
     assert facts_of((), t, offs, offs=offs) is None
 
 

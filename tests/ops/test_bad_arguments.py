@@ -218,6 +218,22 @@ def test_a_bad_argument_is_refused_by_name(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_view_that_negates_memory_is_refused_by_name(name: str) -> None:
+    """A kernel would read the other sign."""
+    call = ALL[name]
+    arguments, wrong = call.arguments(), []
+    for parameter in parameters(call):
+        value = arguments.get(parameter)
+        several = isinstance(value, list) and isinstance(value[0], torch.Tensor)
+        if not several and not (isinstance(value, torch.Tensor) and value.dtype != torch.bool):
+            continue
+        negated = [torch._neg_view(t) for t in value] if several else torch._neg_view(value)
+        if (found := complaint(call, {**arguments, parameter: negated})) is not None:
+            wrong.append(f"{parameter}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_good_calls_are_good() -> None:
     for name, call in ALL.items():
         assert complaint(call, call.arguments()) == "taken", name

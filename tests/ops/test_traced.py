@@ -233,6 +233,18 @@ def test_a_config_and_a_backend_reach_the_call(monkeypatch: pytest.MonkeyPatch) 
         assert seen[-1]["backend"] == "emulator"
 
 
+GATED = Epilogue(
+    activation="swiglu", gate_up="alternating", gate_rule=padless.GateRule(1.7, 7.0, -1.0), d_dtype=torch.bfloat16
+)
+
+
+def test_a_rule_of_the_gate_reaches_the_call() -> None:
+    torch._dynamo.reset()
+    operands = activation(FP8_BLOCK), weight(FP8_BLOCK, GROUPS), OFFS, GATED
+    made = torch.compile(padless.grouped_gemm_epilogue, backend="aot_eager", fullgraph=True)(*operands)
+    assert same(made.d, padless.grouped_gemm_epilogue(*operands).d)
+
+
 def settings() -> list[Any]:
     classes = {route.config_class for route in (*ROUTES, *PLAIN_ROUTES)} | {
         padless.WgradConfig,
@@ -245,7 +257,7 @@ def settings() -> list[Any]:
     ]
     named = [dataclasses.replace(config, out_dtype=torch.float32) for config in made]
     epilogue = Epilogue(True, False, True, amax=True, row_format=NVFP4, row_layout="blocked", scale_rule="te")
-    return [None, *classes, *made, *named, epilogue, Epilogue(d_dtype=torch.float16)]
+    return [None, *classes, *made, *named, epilogue, GATED, Epilogue(d_dtype=torch.float16)]
 
 
 def test_settings_are_told_by_their_text() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -95,6 +97,36 @@ def test_a_process_that_holds_a_kernel_for_long_delays_the_others_only(file: Pat
         with shared_cache.alone("kernel", 0.3), shared_cache.alone("another", 60.0):
             waited = time.monotonic() - start
     assert 0.25 < waited < 30
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(file: Path) -> None:
+    """It has the open file, too; others waited until it ended, or for a minute."""
+    script = """
+import os, threading, time
+from padless.runtime.shared_cache import alone
+inside, forked = threading.Event(), threading.Event()
+def compile():
+    with alone("kernel"):
+        inside.set()
+        forked.wait()
+thread = threading.Thread(target=compile)
+thread.start()
+inside.wait()
+if (child := os.fork()) == 0:
+    time.sleep(60)
+    os._exit(0)
+forked.set()
+thread.join()
+start = time.monotonic()
+with alone("kernel"):
+    print(time.monotonic() - start)
+os.kill(child, 9)
+"""
+    path = str(Path(shared_cache.__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert float(found.stdout) < 10
 
 
 def test_those_that_waited_enter_together(file: Path) -> None:

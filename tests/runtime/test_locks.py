@@ -61,3 +61,36 @@ def test_no_other_locks_guard_what_a_process_keeps() -> None:
     makes_one = re.compile(r"\b(R?Lock|Condition|Semaphore)\(")
     found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if makes_one.search(path.read_text())}
     assert found == {"runtime/locks.py"}
+
+
+IMPORTS = """
+import sys, threading, time
+import torch
+inside = threading.Event()
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "padless.nn.codes":
+            inside.set()
+            time.sleep(1)
+sys.meta_path.insert(0, Slow())
+failed = []
+threading.excepthook = lambda found: failed.append(found.exc_value)
+def whole(): import padless.nn
+def parts():
+    inside.wait()
+    import padless.autograd
+threads = [threading.Thread(target=each) for each in (whole, parts)]
+for each in threads: each.start()
+for each in threads: each.join()
+print(failed)
+"""
+
+
+def test_threads_may_import_a_package_and_what_is_made_of_its_parts_at_once() -> None:
+    """One held a part and waited for the package, the other one held the package and found half of the part."""
+    path = str(Path(padless.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout == "[]\n", done.stderr

@@ -183,6 +183,8 @@ LINES: tuple[Bad, ...] = (
     # quantizing
     Bad("quantize", "int32 values", lambda: padless.quantize(torch.ones((M, K), dtype=torch.int32), MXFP8)),
     Bad("quantize", "a sparse tensor", lambda: a(x=torch.eye(K).to_sparse())),
+    Bad("quantize", "the imaginary part of a conjugate", lambda: a(
+        x=torch.complex(normal(M, K), normal(M, K)).conj().imag)),
     Bad("quantize", "a global scale below 0", lambda: a(NVFP4, global_scale=-1.0),
         "the same for a number; a tensor on a GPU is not looked at"),
     Bad("quantize", "a call inside of torch.vmap", lambda: torch.vmap(lambda x: a(x=x).data)(normal(2, M, K))),

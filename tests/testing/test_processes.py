@@ -8,6 +8,8 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +124,34 @@ def test_the_keyboard_ends_processes_without_a_word(code: str) -> None:
     )  # fmt: skip
     assert done.stdout == "ended\n"
     assert done.stderr == ""
+
+
+KILLED = """
+import os, signal, time
+from padless.testing.processes import worker_pool
+from padless.testing.ranks import RankPool
+def orphaned(*rank):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+if __name__ == "__main__":
+"""
+OF_POOL = "    with worker_pool(2) as pool: pool.submit(orphaned).result()"
+OF_RANKS = "    with RankPool(2, cuda=False, backend='collective') as pool: pool.call(orphaned, timeout_s=60)"
+
+
+@pytest.mark.parametrize("started", [OF_POOL, OF_RANKS], ids=["pool", "ranks"])
+def test_processes_end_with_the_one_that_started_them(started: str, tmp_path: Path) -> None:
+    """A command that is killed, such as by `timeout`, left them behind, and what they held of a GPU."""
+    (tmp_path / "script.py").write_text(KILLED + started)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            process.communicate(timeout=40)  # until the last of them has let go of the pipe
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_processes_hear_the_keyboard_again() -> None:

@@ -68,7 +68,13 @@ class ResultFile:
         self.records = read_records(self.path) if self.path.exists() else []
         data = self.path.read_bytes() if self.path.exists() else b""
         if data and not data.endswith(b"\n"):  # a last line that was cut: what is appended starts a new line
-            self.path.write_bytes(data[: data.rfind(b"\n") + 1])
+            start = data.rfind(b"\n") + 1
+            with self.path.open("r+b") as file:
+                if _is_json(data[start:]):  # of its end alone
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"\n")
+                else:
+                    file.truncate(start)
 
     def append(self, record: Record) -> None:
         """Writes one record, flushed to the disk: a run that dies keeps what it measured."""
@@ -93,6 +99,14 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def finite(value: float) -> float | None:

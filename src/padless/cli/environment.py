@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,13 @@ def _cache() -> dict[str, Any]:
     from padless.runtime.disk_cache import cache_dir
 
     directory = cache_dir()
-    files = [path for path in directory.glob("*") if path.is_file()]
+    sizes = dict[Path, int]()
+    for path in directory.glob("*"):
+        with suppress(OSError):  # what another process writes is moved
+            if path.is_file():
+                sizes[path] = path.stat().st_size
     return {
         "directory": str(directory),
-        "entries": sum(path.suffix in (".cubin", ".ptx") for path in files),
-        "bytes": sum(path.stat().st_size for path in files),
+        "entries": sum(path.suffix in (".cubin", ".ptx") for path in sizes),
+        "bytes": sum(sizes.values()),
     }

@@ -63,11 +63,12 @@ def _print_groups(console: Console, sizes: list[int]) -> None:
     for heading, justify in (("expert", "right"), ("rows", "right"), ("", "left"), ("padding", "right")):
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]
     longest = padded_rows([max(sizes)]) or 1
+    row, padding = "#-" if console.options.ascii_only else "█░"
     for g, size in enumerate(sizes):
         padded = padded_rows([size])
         full = round(BAR_WIDTH * size / longest)
         hatched = round(BAR_WIDTH * padded / longest) - full
-        bar = f"[cyan]{'█' * full}[/][red]{'░' * hatched}[/]"
+        bar = f"[cyan]{row * full}[/][red]{padding * hatched}[/]"
         table.add_row(str(g), f"{size:,}", bar, f"+{padded - size}" if padded > size else "none")
     console.print(table, "")
 

@@ -90,10 +90,14 @@ def emulate(
         str | None,
         typer.Option("--chip", help=f"With --time or --program: {', '.join(CHIPS)}; default by the PTX, H200."),
     ] = None,
-    sms: Annotated[int, typer.Option("--sms", min=1, help="With --program: multiprocessors that the device has.")] = 4,
+    sms: Annotated[
+        int | None,
+        typer.Option("--sms", min=1, help="With --program: multiprocessors that the device has. Default: 4."),
+    ] = None,
     reports: Annotated[
-        int, typer.Option("--reports", min=0, help="With --program: how many of a kind are printed in full.")
-    ] = 3,
+        int | None,
+        typer.Option("--reports", min=0, help="With --program: how many of a kind are printed in full. Default: 3."),
+    ] = None,
     program: Annotated[
         Path | None,
         typer.Option(
@@ -112,12 +116,14 @@ def emulate(
                                "max_memory": max_memory << 20}  # fmt: skip
     check_options(
         {"a PTX file": kernel, "--launch": launch, "--entry": entry, "--trace": trace, "--mutate": mutate},
-        program=program, time=time, chip=chip, seeds=seeds, time_trace=time_trace, time_picture=time_picture,
+        program=program, of_programs={"--sms": sms, "--reports": reports}, time=time, chip=chip, seeds=seeds,
+        time_trace=time_trace, time_picture=time_picture,
     )  # fmt: skip
     if program is not None:
         from padless.emulator.program.run import run_program
 
-        options |= {"chip": chip or "H200", "num_sms": sms, "seed": seed, "reports": reports, "github": github}
+        options |= {"chip": chip or "H200", "seed": seed, "github": github}
+        options |= {"num_sms": 4 if sms is None else sms, "reports": 3 if reports is None else reports}
         raise typer.Exit(run_program(program, context.obj, **options))
     if launch is None:
         raise LaunchError("a PTX file and --launch FILE are needed, or --program FILE")
@@ -163,6 +169,7 @@ def check_options(
     of_launches: dict[str, object],
     *,
     program: Path | None,
+    of_programs: dict[str, object],
     time: bool,
     chip: str | None,
     seeds: int,
@@ -171,7 +178,7 @@ def check_options(
 ) -> None:
     """Raises ValueError for options that exclude each other or would be of no use, and files that cannot be written.
 
-    of_launches: values of those that --program does not read, by name.
+    of_launches, of_programs: values of those that --program does not read, and of those that it alone does, by name.
     """
     more_seeds = seeds if seeds > 1 else None
     check_alone("--program", program is not None, of_launches | {"--seeds": more_seeds, "--time": time})
@@ -187,6 +194,9 @@ def check_options(
         raise LaunchError("--time-picture needs matplotlib, which is not installed; pip install matplotlib")
     if chip is not None and not time and program is None:
         raise LaunchError("--chip is of a timed run or of a program; add --time or --program FILE")
+    for name, value in of_programs.items():
+        if value is not None and program is None:
+            raise LaunchError(f"{name} is of a program; add --program FILE")
 
 
 def ptx_of(description: dict[str, Any], launch: Path) -> Path:
@@ -254,11 +264,18 @@ def launch_once(emulator: Emulator, entry: str, description: dict[str, Any], see
     return result
 
 
+def saved_file(spec: dict[str, Any], folder: Path) -> Path:
+    """Where a buffer is saved: numpy ends a name with .npy."""
+    return folder / f"{str(spec['save']).removesuffix('.npy')}.npy"
+
+
 def hand_out(description: dict[str, Any], arrays: dict[str, Any], folder: Path) -> None:
     """Saves and prints the buffers as described."""
     for name, spec in description.get("buffers", {}).items():
         if "save" in spec:
-            np.save(folder / spec["save"], arrays[name])
+            file = saved_file(spec, folder)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            np.save(file, arrays[name])
         if spec.get("print"):
             typer.echo(f"{name} = {np.array2string(arrays[name], threshold=64)}")
 
@@ -281,6 +298,9 @@ def arranged(
     buffers = part_of(description, "buffers", dict)
     sizes = [buffer_bytes(name, spec) for name, spec in buffers.items()]
     device.check_memory(sum(sizes), "the buffers")
+    for name, spec in buffers.items():
+        if "save" in spec:
+            check_file(f"save of buffer {name}", saved_file(spec, folder))
     arrays = {name: make_buffer(name, spec, folder) for name, spec in buffers.items()}
     addresses = {name: device.memory.register(array, name=name) for name, array in arrays.items()}
     programmatic = description.get("programmatic", False)

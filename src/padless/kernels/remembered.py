@@ -57,7 +57,9 @@ def facts_of(options: Facts, *operands: Any, offs: torch.Tensor | None = None) -
                 tensors.append(operand)
                 continue
             format, groups = operand.format, operand.row_groups
-            if FORMAT_BY_NAME.get(format.name) is not format or (groups is not None and not groups.is_of(offs)):
+            if FORMAT_BY_NAME.get(format.name) is not format:
+                return None
+            if operand.offs is not None and (groups is None or not groups.is_of(offs)):
                 return None
             facts += (format.name, operand.scale_layout)
             tensors += (operand.data, operand.scale, operand.global_scale)
@@ -65,7 +67,7 @@ def facts_of(options: Facts, *operands: Any, offs: torch.Tensor | None = None) -
         for t in tensors:
             if t is None:
                 facts.append(None)
-            elif type(t) not in PLAIN_TENSORS or not t.is_cuda or (grads and t.requires_grad):
+            elif type(t) not in PLAIN_TENSORS or not t.is_cuda or t.is_neg() or (grads and t.requires_grad):
                 return None
             else:
                 facts.append((t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device()))

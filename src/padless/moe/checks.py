@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from padless.arguments import check_sizes
+from padless.arguments import check_sizes, refuse_negated
 from padless.kernels.config import MAX_GROUPS
 from padless.ops.checks import describe
 from padless.quantization.quantize import INPUT_DTYPES, has_triton
@@ -34,6 +34,7 @@ def check_matrix(name: str, t: object, rows: int | None, columns: int | None, de
         raise ValueError(
             f"{name} must be {sizes[0]} x {sizes[1]} bfloat16, float16 or float32 on {device}, got {describe(t)}{remedy}"
         )
+    refuse_negated(name, t)
     check_sizes(name, t)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import padless
-from padless.epilogue import Epilogue, EpilogueTensors
+from padless.epilogue import Epilogue, EpilogueTensors, GateRule
 from padless.formats import FORMAT_BY_NAME, BlockScaledFormat, BlockScaledTensor
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad.config import WgradConfig
@@ -76,6 +76,8 @@ def text_of(settings: Any) -> str | None:
 def _word(value: Any) -> str:
     if isinstance(value, BlockScaledFormat):
         return value.name
+    if isinstance(value, GateRule):
+        return str(text_of(value))
     return str(value) if isinstance(value, torch.dtype) else repr(value)
 
 
@@ -84,7 +86,7 @@ def from_text(text: str | None) -> Any:
     if text is None:
         return None
     classes: list[Any] = [route.config_class for route in (*ROUTES, *PLAIN_ROUTES)]
-    classes += [WgradConfig, Bf16WgradConfig, Epilogue]
+    classes += [WgradConfig, Bf16WgradConfig, Epilogue, GateRule]
     by_name = {found.__name__: found for found in classes}
     tree = ast.parse(text, mode="eval").body
     if not isinstance(tree, ast.Call):
@@ -95,6 +97,8 @@ def from_text(text: str | None) -> Any:
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Attribute):
         return getattr(torch, node.attr)
+    if isinstance(node, ast.Call):
+        return from_text(ast.unparse(node))
     return FORMAT_BY_NAME[node.id] if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 

@@ -13,7 +13,7 @@ import stat
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from padless.runtime.disk_cache import cache_dir, shared_with
@@ -86,4 +86,6 @@ def alone(name: str, seconds: float = 60.0) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         yield
     finally:
+        with suppress(OSError):  # a process that was forked meanwhile has the descriptor too, and the lock with it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

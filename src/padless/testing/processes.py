@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -47,6 +47,23 @@ def unheard_keyboard() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def end_with_parent() -> None:
+    """Ends this process, one of multiprocessing's, when the one that started it has ended, even if that was killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ended by Ctrl-C, what it has started too
+    end_with_parent()
+
+
 @contextmanager
 def worker_pool(workers: int | None = None) -> Iterator[ProcessPoolExecutor]:
     """Processes to submit work to; inside of another ``worker_pool`` the same ones, unless ``workers`` says how many.
@@ -64,9 +81,7 @@ def worker_pool(workers: int | None = None) -> Iterator[ProcessPoolExecutor]:
     before = {name: os.environ.get(name) for name in _ONE_THREAD}
     outer = _open
     os.environ.update(_ONE_THREAD)
-    silently = (signal.SIGINT, signal.SIG_DFL)  # ended by Ctrl-C, what they have started too
-    context = get_context("spawn")
-    pool = ProcessPoolExecutor(workers or useful_workers(), context, initializer=signal.signal, initargs=silently)
+    pool = ProcessPoolExecutor(workers or useful_workers(), get_context("spawn"), initializer=_begin)
     _open = pool
     try:
         with unheard_keyboard():

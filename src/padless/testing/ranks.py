@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from padless.runtime.choices import Exchange
-from padless.testing.processes import unheard_keyboard
+from padless.testing.processes import end_with_parent, unheard_keyboard
 
 GROUP_SECONDS = 60.0  # after which a collective call that others do not make is an error
 # NVLink multicast is a resource of the whole host, and these processes may be killed.
@@ -126,6 +126,7 @@ def raise_first(results: list[Any]) -> list[Any]:
 
 def _serve(rank: int, size: int, folder: str, cuda: bool, backend: Exchange, pipe: Any) -> None:
     """A rank's process: calls what comes through the pipe until it is killed."""
+    end_with_parent()
     torch.set_num_threads(1)
     for name, value in NO_MULTICAST.items():
         os.environ.setdefault(name, value)

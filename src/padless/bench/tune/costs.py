@@ -19,6 +19,7 @@ from padless.bench.tune import tiles_sm100 as tune_tiles
 from padless.kernels import cost_model
 from padless.kernels.cost_model import Tile, TileCost, simulate
 from padless.kernels.table import ROUTES, Route, kernels_arch
+from padless.options import check_folder
 from padless.runtime.architecture import BLACKWELL
 from padless.runtime.driver import cuda_driver
 from padless.testing.operands import make_operands
@@ -159,6 +160,8 @@ def run_tune(*, dry_run: bool = False, reset: bool = False, repeats: int = 20, c
         return 0
     if gpu is None:
         raise ValueError("padless tune needs a CUDA GPU, and torch sees none on this machine")
+    if not dry_run:
+        check_folder("the folder of compiled kernels", cost_model.tuned_file(gpu).parent)
     arch = cuda_driver().arch
     found = {name: route for name in cost_model.BUILT_IN if (route := path_of(name, arch)) is not None}
     if not found and kernels_arch(arch) == BLACKWELL.name:

@@ -39,5 +39,6 @@ def draw(timeline: Timeline, path: Path, sm: int = 0) -> None:
     for what, color in COLORS.items():
         axes.plot([], [], color=color, linewidth=6, label=f"waits for {what}")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=len(COLORS), fontsize=7, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)

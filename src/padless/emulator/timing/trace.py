@@ -38,4 +38,5 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
 
 def write_trace(timeline: Timeline, path: Path) -> None:
     """Write the trace as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace_of(timeline)))

@@ -16,6 +16,7 @@ import torch
 
 from padless.runtime.choices import BackendName
 from padless.runtime.shared_cache import alone
+from padless.testing.processes import end_with_parent
 from padless.verify.emulator.kernels import settings_of
 from padless.verify.fuzz.place import Place, place_of, reserve
 from padless.verify.fuzz.problem import Draw, Model, Problem, Subject
@@ -212,6 +213,7 @@ def _work(task: Task, place: Place, subjects: dict[str, Subject], tell: Callable
 
 def run_process(task: Task, connection: Any) -> None:
     """``work`` in a process of its own, told through a connection."""
+    end_with_parent()
     try:
         work(task, connection.send)
     except Exception as error:
