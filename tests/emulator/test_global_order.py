@@ -240,7 +240,7 @@ PLANTED: dict[str, tuple[set[str], tuple[tuple[str, str], ...]]] = {
 @pytest.mark.parametrize(("expected", "edits"), PLANTED.values(), ids=list(PLANTED))
 def test_every_planted_bug_is_reported(expected: set[str], edits: tuple[tuple[str, str], ...]) -> None:
     found: set[str] = set()
-    for seed in range(3, 11):
+    for seed in (*range(5, 11), 3, 4):  # of the first ones fewer end in a deadlock, which takes long to be sure of
         results, is_right = run_twice(edited(TICKETS, *edits), seed)
         found |= {report.kind for result in results for report in result.reports}
         if found & expected or (not expected and (found or not is_right)):

@@ -22,9 +22,10 @@ from padless.kernels import ahead
 from padless.kernels.sm90_fp8 import host, host_quant
 from padless.kernels.sm90_fp8.config import Sm90Fp8Config
 from padless.ops.epilogue_run import with_outputs
+from support import planted_bugs
 from support.ahead_cases import EARLY, GROUPS, LOAD_OF_END, PAST, RING, WAIT, check_found, ids_of, readiness
 from support.emulator_cases import Case, make_case
-from support.emulator_variants import Edit, Variant
+from support.emulator_variants import Variant
 
 DRIVER = EmulatedDriver()
 FEW = Sm90Fp8Config(block_m=16, block_n=128, num_stages=3, few_rows=True)
@@ -130,12 +131,7 @@ AHEAD = "device/ahead.cuh"
 
 
 @dataclass(frozen=True)
-class Bug:
-    """An edit; kinds: reports of which one must appear, none where the output alone tells."""
-
-    name: str
-    kinds: tuple[str, ...]
-    edit: Edit
+class Bug(planted_bugs.Bug):
     config: Sm90Fp8Config = FEW
     ids: bool = False
     groups: str = "flat"
@@ -153,9 +149,9 @@ BUGS = (
     Bug("a ring that is full begins in its old phase", RING, (LOAD, "ahead == STAGES};", "false};")),
     Bug("the blocks ahead are loaded again", RING, (LOAD, "int kb = ahead;", "int kb = 0;")),
     Bug("later tiles begin behind the blocks ahead", RING, (LOAD, "ahead = 0; reader", "reader")),
-    Bug("an id's upper half is not looked at", (), (AHEAD, "&& high == 0", ""), ids=True),
-    Bug("counts are not summed up over chunks", (), (AHEAD, "chunks > 1", "false"), ids=True),
-    Bug("counts are not cleared", (), (AHEAD, "ends[g] = 0;", ";"), ids=True),
+    Bug("an id's upper half is not looked at", "", (AHEAD, "&& high == 0", ""), ids=True),
+    Bug("counts are not summed up over chunks", "", (AHEAD, "chunks > 1", "false"), ids=True),
+    Bug("counts are not cleared", "", (AHEAD, "ends[g] = 0;", ";"), ids=True),
     Bug("rows ahead of the wait", EARLY, (ROWS_LOAD, WAIT, ""), config=ROWS),
     Bug("the scheduler of rows draws ahead of the wait", EARLY, (ROWS_MAIN, WAIT + " schedule", "schedule"),
         config=ROWS),
@@ -195,5 +191,5 @@ def test_unmodified_kernels_give_no_report(config: Sm90Fp8Config, ids: bool) -> 
     ids=lambda bug: bug.name,
 )
 def test_planted_bug_is_found(bug: Bug) -> None:
-    driver = Variant("sm_90a", bug.config.source, (bug.edit,), bug.config)
+    driver = Variant("sm_90a", bug.config.source, bug.edits, bug.config)
     check_found(bug.kinds, driver, partial(result_of, driver, bug.groups, bug.config, bug.ids))

@@ -2,54 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
 
 import pytest
 
 from padless.runtime import jit
 from support.emulator_variants import replace_nth
+from support.planted_bugs import Bug
 
-HOMES = {
-    "bf16_plain_bugs": ("BUGS",),
-    "bf16_wgrad_bugs": ("BUGS",),
-    "emulator_bugs": ("BUGS",),
-    "emulator_bugs_bf16": ("BUGS",),
-    "emulator_bugs_shared": ("BUGS",),
-    "emulator_bugs_sm100": ("DENSE_BUGS",),
-    "fp8_few_bugs": ("BUGS",),
-    "mxfp8_wgrad_bugs": ("BUGS",),
-    "nvfp4_wgrad_bugs": ("BUGS",),
-    "sm100_grouped_bugs": ("BUGS",),
-    "sm100_quant_cases": ("BUGS",),
-    "token_tile_bugs": ("BUGS",),
-    "wgrad_bugs": ("BUGS",),
-}
-
-
-def edits_in(found: Any) -> Iterator[tuple[str, str, str, int]]:
-    """(file, text, what takes its place, which occurrence) wherever they stand in a bug or in tables of bugs."""
-    if dataclasses.is_dataclass(found) and not isinstance(found, type):
-        for edit in edits_in([getattr(found, field.name) for field in dataclasses.fields(found)]):
-            yield (*edit[:3], getattr(found, "nth", 0))
-    elif isinstance(found, dict):
-        yield from edits_in(list(found.values()))
-    elif isinstance(found, (tuple, list)):
-        if len(found) >= 3 and all(isinstance(x, str) for x in found[:3]) and found[0] in jit.sources():
-            yield (found[0], found[1], found[2], 0)
-        else:
-            for each in found:
-                yield from edits_in(each)
+HOMES = [
+    "bf16_plain_bugs",
+    "bf16_wgrad_bugs",
+    "emulator_bugs",
+    "emulator_bugs_bf16",
+    "emulator_bugs_shared",
+    "emulator_bugs_sm100",
+    "fp4_dgrad_bugs",
+    "fp8_few_bugs",
+    "moe_decode_bugs",
+    "moe_decode_fp4_bugs",
+    "moe_decode_logits_bugs",
+    "mxfp8_wgrad_bugs",
+    "nvfp4_wgrad_bugs",
+    "sm100_grouped_bugs",
+    "sm100_quant_cases",
+    "token_tile_bugs",
+    "wgrad_bugs",
+]
 
 
 @pytest.mark.parametrize("home", HOMES)
 def test_every_anchor_is_there(home: str) -> None:
-    module = import_module(f"support.{home}")
-    edits = [edit for name in HOMES[home] for edit in edits_in(getattr(module, name))]
-    bugs = sum(len(getattr(module, name)) for name in HOMES[home])
-    assert len(edits) >= bugs > 0, f"of {bugs} bugs {len(edits)} edits were seen"
+    bugs = import_module(f"support.{home}").BUGS
+    if isinstance(bugs, dict):
+        bugs = [Bug(name, "", bug[:3]) for name, bug in bugs.items()]
+    edits = [(*edit, bug.nth) for bug in bugs for edit in bug.edits]
+    assert len(edits) >= len(bugs) > 0
     for file, old, new, nth in edits:
         replace_nth(jit.sources()[file], old, new, nth, file)
 

@@ -333,11 +333,11 @@ SORTED = "device/sorted_groups.cuh"
 PLACE = "order[is_active ? before : all + g - before]"
 TABLE = Bf16PlainConfig(block_n=128, num_stages=2, max_groups=MAX_GROUPS, out_dtype=torch.float32)
 BUGS = (
-    Bug("a group's number in 10 bits", (), ((SORTED, PLACE + " = g;", PLACE + " = g & 1023;"),), quick=True),
-    Bug("a table one entry short", (), ((SORTED, "int ends[MAX_GROUPS];", "int ends[MAX_GROUPS - 1];"),)),
-    Bug("bits of 1024 groups", (), ((SORTED, "of_chunk[CHUNKS];", "of_chunk[32];"),)),
-    Bug("groups past 1024 are not looked at", (), ((SORTED, "chunks = (num_groups + 31) / 32", "chunks = 32"),)),
-    Bug("the table of 1024 groups", (), ((SORTED, "int order[MAX_GROUPS];", "int order[1024];"),)),
+    Bug("a group's number in 10 bits", "", (SORTED, PLACE + " = g;", PLACE + " = g & 1023;"), quick=True),
+    Bug("a table one entry short", "", (SORTED, "int ends[MAX_GROUPS];", "int ends[MAX_GROUPS - 1];")),
+    Bug("bits of 1024 groups", "", (SORTED, "of_chunk[CHUNKS];", "of_chunk[32];")),
+    Bug("groups past 1024 are not looked at", "", (SORTED, "chunks = (num_groups + 31) / 32", "chunks = 32")),
+    Bug("the table of 1024 groups", "", (SORTED, "int order[MAX_GROUPS];", "int order[1024];")),
 )
 
 
@@ -364,4 +364,4 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 
 @SLOW
 def test_without_a_bug_nothing_is_found() -> None:
-    assert detect(Bug("none", (), (), TABLE, seeds=1)) == (None, [])
+    assert detect(Bug("none", seeds=1)) == (None, [])

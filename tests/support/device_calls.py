@@ -150,10 +150,10 @@ def stepped(call: Any, layer: torch.nn.Module, given: list[torch.Tensor]) -> lis
     return [out, *(t.grad for t in (*leaves, *layer.parameters()) if t.grad is not None)]
 
 
-def every_call(device: str | None, *, trains: bool = True) -> dict[str, Made]:
+def every_call(device: str | None) -> dict[str, Made]:
     """All but those in CUDA graphs."""
     found = {name: public(name, device) for name in public_calls.PUBLIC}
-    for made in (products, quantizers, passes, layers, *((trained,) if trains else ())):
+    for made in (products, quantizers, passes, layers, trained):
         found |= made(device)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from padless.emulator import Emulator
@@ -19,7 +20,7 @@ class Variant(EmulatedDriver):
     Every edit replaces occurrence `nth` of its text.
     """
 
-    def __init__(self, arch: str, kernel: str, edits: tuple[Edit, ...], config: Any, nth: int = 0) -> None:
+    def __init__(self, arch: str, kernel: str, edits: Iterable[Edit], config: Any, nth: int = 0) -> None:
         super().__init__(arch)
         self.texts = dict(jit.sources())
         for file, old, new in edits:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from padless.runtime import jit
 from padless.runtime.jit import CompiledKernel
 
 SHARED_LIMIT = 232_448  # bytes a CTA of compute capability 9.0 and 10.0 can have (227 KiB)
@@ -57,6 +58,39 @@ def instructions(kernel: CompiledKernel, folder: Path) -> list[str]:
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     text = done.stdout.decode(errors="replace")
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", text)
+
+
+def hopper_complaints(sass: list[str], kernel: CompiledKernel, consumers: int = 232, producer: int = 40) -> list[str]:
+    """What is wrong with a persistent kernel of 256 consumers and 128 producers, which have so many registers a thread.
+
+    Local memory, atomics beside the tile counter's, and registers that the CTA does not have.
+    """
+    opcodes = {line.split()[0] for line in sass}
+    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    found += [f"{o} (atomic)" for o in opcodes if re.match(r"(ATOMG|RED)\b", o) and o != "ATOMG.E.ADD.STRONG.GPU"]
+    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
+    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
+    pool = kernel.registers * kernel.num_threads
+    if (asked, kept) != ({consumers}, {producer}) or pool < 256 * consumers + 128 * producer:
+        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
+    return found
+
+
+def products(sass: list[str]) -> list[str]:
+    """Products of the tensor core, but for the empty ones: those of groups committed where control flow has met."""
+    empty = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0"
+    return [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line) and line != empty]
+
+
+def edit_sources(monkeypatch: pytest.MonkeyPatch, where: str | tuple[str, ...], pattern: str, replacement: str) -> int:
+    """Replaces a pattern in what is compiled from here on; gives how often it was there. where: beginnings of files."""
+    sources, count = dict(jit.sources()), 0
+    for name in [name for name in sources if name.startswith(where)]:
+        sources[name], found = re.subn(pattern, replacement, sources[name])
+        count += found
+    assert count > 0, f"{where} has nothing like {pattern!r} any more: plant another fault"
+    monkeypatch.setattr(jit, "sources", lambda: sources)
+    return count
 
 
 def moves_a_product(sass: list[str]) -> float:

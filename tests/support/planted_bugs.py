@@ -1,9 +1,12 @@
-"""Bugs planted in a kernel: its variant runs in the emulator, seed after seed, until the bug is found."""
+"""Bugs planted in a kernel: its variant runs in the emulator, seed after seed, until the bug is found.
+
+Tables of bugs are wrapped by hand (`# fmt: skip`): a bug takes a line or two, of which the formatter makes eight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import pytest
@@ -19,18 +22,29 @@ Detect = Callable[[Any], tuple[int | None, list[str]]]
 class Bug:
     """An edit of a kernel's source, and what must be found when it runs.
 
-    kinds: reports that name the fault itself; empty where only the output's bits can show it. config: None for the
-    kernel's usual one. quick: runs with the quick tests. onto: whether the run accumulates.
+    reports: kinds of report that name the fault itself, rather than a consequence, with spaces between them; one of
+    them must appear. "" where only the output's bits can show it. changes: file, text, what takes its place; and again
+    for another edit. config: None for the kernel's usual one. quick: runs with the quick tests. onto: whether the run
+    accumulates.
     """
 
     name: str
-    kinds: tuple[str, ...]
-    edits: tuple[Edit, ...]
+    reports: str = ""
+    changes: tuple[str, ...] = ()
     config: Any = None
+    _: KW_ONLY
     quick: bool = False
     onto: bool = False
     seeds: int = 4  # within which it must be found
     nth: int = 0  # which occurrence of the edited text
+
+    @property
+    def kinds(self) -> set[str]:
+        return set(self.reports.split())
+
+    @property
+    def edits(self) -> list[Edit]:
+        return list(zip(self.changes[::3], self.changes[1::3], self.changes[2::3], strict=True))
 
 
 def cases(bugs: Iterable[Bug]) -> list[Any]:
@@ -39,14 +53,19 @@ def cases(bugs: Iterable[Bug]) -> list[Any]:
 
 
 def search(
-    bug: Any, main: str, config: Any, launch: Callable[[Any], Callable[[], bool]], arch: str = "sm_90a"
+    bug: Any,
+    main: str,
+    config: Any,
+    launch: Callable[[Any], Callable[[], bool]],
+    arch: str = "sm_90a",
+    workers: int = 1,
 ) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found.
 
     launch: launches on the driver it is given, and returns what tells whether its output is right. A bug that has kinds
     is found by a report of one of them, any other by a report or a wrong output.
     """
-    num_sms = getattr(config, "cluster_n", 1)  # one CTA or one cluster
+    num_sms = workers * getattr(config, "cluster_n", 1)  # workers: CTAs, or clusters of them
     driver = Variant(arch, main, bug.edits, config, bug.nth)
     kinds: list[str] = []
     for seed in range(bug.seeds):
@@ -56,7 +75,7 @@ def search(
             is_right = launch(driver)
             result: Any = driver.last_result
         kinds += [report.kind for report in result.reports]
-        if set(kinds) & set(bug.kinds) or (not bug.kinds and (kinds or not is_right())):
+        if bug.kinds & set(kinds) or (not bug.kinds and (kinds or not is_right())):
             return seed + 1, kinds
     return None, kinds
 
@@ -64,7 +83,7 @@ def search(
 def assert_found(bug: Any, detect: Detect) -> None:
     seeds, kinds = detect(bug)
     assert seeds is not None, f"{bug.name}: not found; reports seen: {sorted(set(kinds)) or 'none'}"
-    assert set(bug.kinds) <= set(KINDS)
+    assert bug.kinds <= set(KINDS)
 
 
 def holds(check: Callable[[], object]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradConfig
 from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, blocks_m
 from padless.kernels.wgrad import GRADIENT_DTYPES
@@ -32,6 +33,29 @@ BF16_VARIANTS = tuple(
         GRADIENT_DTYPES, ((256, 32, 2), (256, 32, 1), (128, 32, 1), (256, 64, 1))
     )
 )
+
+
+class Recording:
+    """A device that keeps what it is asked to launch."""
+
+    kind = "ptx"
+    arch = "sm_90a"
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+
+    def num_sms(self, device: int) -> int:
+        return 132
+
+    def load(self, kernel: Any, device: int) -> Any:
+        return kernel.entry
+
+    def encode(self, spec: Any) -> bytes:
+        return emulated_driver().encode(spec)
+
+    def prepare(self, *arguments: Any) -> Any:
+        self.launches.append(arguments)
+        return lambda stream: None
 
 
 class GuardedGradient(GuardedOutput):

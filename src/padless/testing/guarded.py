@@ -82,16 +82,16 @@ class GuardedOutput:
         inside = self._whole.view(dtype)[guard : guard + self.rows, :N]
         self.out = inside if isinstance(M, int) else inside.unflatten(0, leading)
 
-    def findings(self, valid_rows: int | None = None, *, anything: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def findings(self, valid_rows: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Sentences, each with a () bool tensor that says whether it is so.
 
         Rows [0, valid_rows), None for all of them, have to be written, every element, and nothing else. Bytes may be
-        left as they were. anything: the output may hold whatever it does, and nothing else may be written.
+        left as they were.
         """
         left = self._whole == self._poison
-        valid = self.rows if valid_rows is None or anything else valid_rows
+        valid = self.rows if valid_rows is None else valid_rows
         region = left[self._guard : self._guard + valid, : self._columns]
-        if not anything and self._whole.element_size() > 1:
+        if self._whole.element_size() > 1:
             yield "elements of valid rows were not written", region.any()
         region.fill_(True)
         yield "something was written outside of the valid rows", ~left.all()

@@ -16,7 +16,7 @@ from padless.formats import OUT_DTYPES
 from padless.kernels.sm100_dense.config import DenseProblem, Sm100DenseConfig, select_config
 from padless.kernels.sm100_dense.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import complaints, instructions
+from support.machine_code import complaints, edit_sources, instructions
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
@@ -153,16 +153,11 @@ def test_another_kernels_code_is_seen(
 
 def test_barriers_in_a_local_array_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The fault that the static addressing of barriers avoids: parities in an array that a variable indexes."""
-    sources = dict(jit.sources())
-    old = "mbarrier_wait(shared_address(&shared.full[stage]), here.phase);"
-    assert old in sources[KERNEL]
-    sources[KERNEL] = sources[KERNEL].replace(
-        old, "mbarrier_wait(shared_address(&shared.full[stage]), parity[stage]); parity[stage] ^= 1;"
-    )
-    sources[KERNEL] = sources[KERNEL].replace(
-        "uint32_t turn = 0;  // tiles before", "uint32_t parity[STAGES] = {}; uint32_t turn = 0;  // tiles before"
-    )
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    for old, new in (
+        ("shared.full[stage]), here.phase);", "shared.full[stage]), parity[stage]); parity[stage] ^= 1;"),
+        ("uint32_t turn = 0;  // tiles before", "uint32_t parity[STAGES] = {}; uint32_t turn = 0;  // tiles before"),
+    ):
+        edit_sources(monkeypatch, KERNEL, re.escape(old), new)
     kernel = jit.compile_kernel(KERNEL, "// planted\n" + PAIR.prelude(), "sm_100a")
     assert any("stack" in complaint for complaint in complaints(kernel))
     assert any("local memory" in complaint for complaint in code_complaints(instructions(kernel, tmp_path), PAIR))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from padless.emulator import KINDS
-from support.sm100_grouped_bugs import BUGS, Bug, found
+from support.planted_bugs import assert_found, cases
+from support.sm100_grouped_bugs import BUGS, Bug, detect
 
 
-@pytest.mark.parametrize("bug", [pytest.param(b, id=b.name, marks=[] if b.quick else [pytest.mark.slow]) for b in BUGS])
+@pytest.mark.parametrize("bug", cases(BUGS))
 def test_planted_bug_is_found(bug: Bug) -> None:
-    was_found, kinds = found(bug)
-    assert was_found, f"{bug.name}: not found on {bug.seeds} seeds; reports seen: {sorted(set(kinds)) or 'none'}"
-    assert set(bug.kinds) <= set(KINDS)
+    assert_found(bug, detect)
 
 
 def test_there_are_enough_bugs() -> None:
@@ -22,9 +20,5 @@ def test_there_are_enough_bugs() -> None:
 
 def test_a_kernel_without_a_bug_is_not_blamed() -> None:
     for bug in (b for b in BUGS if b.name in ("padding of scales not cleared", "odd CTA takes the even one's rows")):
-        clean = Bug(
-            "nothing changed", (), (("sm100_grouped/scale_gather.cuh", "#pragma once", "#pragma once"),),
-            bug.config, bug.fmt,
-            sizes=(20, 0, 9), seeds=1,
-        )  # fmt: skip
-        assert found(clean) == (False, [])
+        clean = Bug("nothing changed", config=bug.config, fmt=bug.fmt, sizes=(20, 0, 9), seeds=1)
+        assert detect(clean) == (None, [])

@@ -60,7 +60,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 @pytest.mark.parametrize("onto", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [STORED, pytest.param(PAIR, marks=pytest.mark.slow)], ids=["CTA", "pair"])
 def test_without_a_bug_nothing_is_found(config: Mxfp8WgradConfig, onto: bool) -> None:
-    assert detect(Bug("none", (), (), config, onto=onto, seeds=1)) == (None, [])
+    assert detect(Bug("none", config=config, onto=onto, seeds=1)) == (None, [])
 
 
 def test_names_differ() -> None:

@@ -51,7 +51,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("onto", [False, True])
 def test_without_a_bug_nothing_is_found(onto: bool) -> None:
-    assert detect(Bug("none", (), (), onto=onto, seeds=1)) == (None, [])
+    assert detect(Bug("none", onto=onto, seeds=1)) == (None, [])
 
 
 def test_names_differ() -> None:

@@ -25,8 +25,9 @@ from padless.kernels.table import BF16
 from padless.moe.fused import epilogue_of
 from padless.moe.layer import BIAS
 from padless.ops.epilogue_run import with_outputs
+from support import planted_bugs
 from support.ahead_cases import EARLY, GROUPS, LOAD_OF_END, PAST, RING, WAIT, check_found, ids_of
-from support.emulator_variants import Edit, Variant
+from support.emulator_variants import Variant
 from support.sm90_bf16_cases import Problem, error_bound, exact_result, random_problem
 
 DRIVER = EmulatedDriver()
@@ -125,28 +126,23 @@ MAIN, LOAD, AHEAD = "sm90_bf16/sm90_bf16_grouped_gemm.cu", "sm90_bf16/load.cuh",
 
 
 @dataclass(frozen=True)
-class Bug:
-    """An edit; kinds: reports of which one must appear."""
-
-    name: str
-    kinds: tuple[str, ...]
-    edits: tuple[Edit, ...]
+class Bug(planted_bugs.Bug):
     tile: str = "repacked"
     groups: str = "flat"
 
 
 BUGS = (
-    Bug("tokens ahead of the wait", EARLY, ((LOAD, WAIT, ""),)),
-    Bug("the scheduler draws ahead of the wait", EARLY, ((MAIN, WAIT + " schedule", "schedule"),)),
+    Bug("tokens ahead of the wait", EARLY, (LOAD, WAIT, "")),
+    Bug("the scheduler draws ahead of the wait", EARLY, (MAIN, WAIT + " schedule", "schedule")),
     # The compiler may as well load the scale behind the products, which wait: volatile, it does not.
-    Bug("consumers do not wait", EARLY, ((MAIN, WAIT + " consume", "consume"), (MAIN, "__ldg(problem.global_a",
-        "*static_cast<const volatile float*>(problem.global_a")), "global scales"),
-    Bug("converters do not wait", EARLY, ((MAIN, WAIT + " convert", "convert"),), "float32 scales of tokens"),
-    Bug("ends of few are read through L1", EARLY, ((AHEAD, LOAD_OF_END, "(offs[g])"),), groups="few"),
-    Bug("ends are read through L1", EARLY, ((AHEAD, LOAD_OF_END, "(offs[g])"),)),
-    Bug("a ring that is full begins in its old phase", RING, ((LOAD, "ahead == STAGES};", "false};"),)),
-    Bug("the stages ahead are loaded again", RING, ((LOAD, "int ks = ahead;", "int ks = 0;"),)),
-    Bug("later tiles begin behind the stages ahead", RING, ((LOAD, "ahead = 0; reader", "reader"),)),
+    Bug("consumers do not wait", EARLY, (MAIN, WAIT + " consume", "consume", MAIN, "__ldg(problem.global_a",
+        "*static_cast<const volatile float*>(problem.global_a"), tile="global scales"),
+    Bug("converters do not wait", EARLY, (MAIN, WAIT + " convert", "convert"), tile="float32 scales of tokens"),
+    Bug("ends of few are read through L1", EARLY, (AHEAD, LOAD_OF_END, "(offs[g])"), groups="few"),
+    Bug("ends are read through L1", EARLY, (AHEAD, LOAD_OF_END, "(offs[g])")),
+    Bug("a ring that is full begins in its old phase", RING, (LOAD, "ahead == STAGES};", "false};")),
+    Bug("the stages ahead are loaded again", RING, (LOAD, "int ks = ahead;", "int ks = 0;")),
+    Bug("later tiles begin behind the stages ahead", RING, (LOAD, "ahead = 0; reader", "reader")),
 )  # fmt: skip
 
 
@@ -163,7 +159,7 @@ def result_of(driver: EmulatedDriver, bug: Bug) -> tuple[bool, Any]:
 def test_unmodified_kernels_give_no_report(name: str) -> None:
     for seed, groups in enumerate(GROUPS):
         with DRIVER.configured(seed=seed, raise_on_reports=False, num_sms=1 + seed, arithmetic="fast"):
-            right, result = result_of(DRIVER, Bug("none", (), (), name, groups))
+            right, result = result_of(DRIVER, Bug("none", tile=name, groups=groups))
         assert not result.reports, "\n".join(map(str, result.reports))
         assert right, groups
 

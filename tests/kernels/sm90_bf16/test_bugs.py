@@ -17,7 +17,7 @@ def check_found(bug: Bug) -> None:
     for seed in range(4):
         right, kinds = run(bug, driver, config_of(bug), seed)
         seen |= set(kinds)
-        if seen & set(bug.kinds) if bug.kinds else not right:
+        if seen & bug.kinds if bug.kinds else not right:
             return
     pytest.fail(f"{bug.name}: not found on 4 seeds; reports seen: {sorted(seen) or 'none'}")
 

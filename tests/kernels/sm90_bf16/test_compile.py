@@ -13,7 +13,7 @@ import torch
 from padless.kernels.sm90_bf16.config import PAIRS, Sm90Bf16Config, select_config
 from padless.kernels.sm90_bf16.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import complaints, instructions
+from support.machine_code import complaints, edit_sources, instructions
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
@@ -184,13 +184,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("complaint", PLANTED)
 def test_a_planted_fault_is_seen(monkeypatch: pytest.MonkeyPatch, complaint: str) -> None:
-    sources = dict(jit.sources())
-    planted = 0
-    for name in [name for name in sources if name.startswith("sm90_bf16/")]:
-        sources[name], count = re.subn(*PLANTED[complaint], sources[name])
-        planted += count
-    assert planted > 0, "the kernel has nothing like it any more: plant another fault"
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    edit_sources(monkeypatch, "sm90_bf16/", *PLANTED[complaint])
     prelude = f"// planted: {complaint}\n" + CODE_CASES[0].prelude()
     found = complaints(jit.compile_kernel(KERNEL, prelude, ARCH))
     assert any(complaint in line for line in found), found

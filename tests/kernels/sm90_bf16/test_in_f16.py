@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from padless.formats import MXFP4, BlockScaledTensor
 from padless.kernels.sm90_bf16.config import Sm90Bf16Config
 from padless.layouts import to_blocked
-from padless.runtime import jit
+from support.machine_code import edit_sources
 from support.sm90_bf16_cases import error_bound, exact_result, multiply, random_problem
 
 PAIR = ("MXFP4", "MXFP4")
@@ -43,13 +44,8 @@ FAULTS = {
 
 def planted(config: Sm90Bf16Config, fault: str, monkeypatch: pytest.MonkeyPatch) -> Planted:
     """``config`` for a kernel with that fault; good for one kernel in a test, since the source stays as it is."""
-    sources = dict(jit.sources())
     text, other = FAULTS[fault]
-    own = [name for name in sources if name.startswith("sm90_bf16/")]
-    assert sum(sources[name].count(text) for name in own) == 1, "nothing is like it any more: plant another"
-    for name in own:
-        sources[name] = sources[name].replace(text, other)
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    assert edit_sources(monkeypatch, "sm90_bf16/", re.escape(text), other) == 1
     return Planted(**dataclasses.asdict(config), fault=fault)
 
 

@@ -45,7 +45,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 
 @pytest.mark.parametrize("config", [STORED, pytest.param(N_MAJOR, marks=pytest.mark.slow)], ids=["K", "N"])
 def test_without_a_bug_nothing_is_found(config: Any) -> None:
-    assert detect(Bug("none", (), (), config, seeds=1)) == (None, [])
+    assert detect(Bug("none", config=config, seeds=1)) == (None, [])
 
 
 def test_names_differ() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from padless.kernels.sm90_bf16_plain.config import Bf16PlainConfig, select_config
 from padless.kernels.sm90_bf16_plain.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import complaints, instructions
+from support.machine_code import complaints, hopper_complaints, instructions, products
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
@@ -37,26 +36,18 @@ def is_quick(config: Bf16PlainConfig) -> bool:
 def code_complaints(sass: list[str], config: Bf16PlainConfig, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
-    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    found = hopper_complaints(sass, kernel)
     shape = f"HGMMA.64x{config.block_n}x16.F32.BF16"
-    # A group that is committed where control flow has met is closed by a product of nothing.
-    empty = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0"
-    products = [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line) and line != empty]
+    made = products(sass)
     # A whole stage's, of which only the last ends a group: they run back to back; and one by one the last stage's.
-    if len(products) != 8 or any(not line.startswith(shape) for line in products):
-        found.append(f"{len(products)} products, not 8 {shape}")
-    if any(("tnspB" in line) != config.n_major or "tnspA" in line for line in products):
+    if len(made) != 8 or any(not line.startswith(shape) for line in made):
+        found.append(f"{len(made)} products, not 8 {shape}")
+    if any(("tnspB" in line) != config.n_major or "tnspA" in line for line in made):
         found.append("an operand is read in the wrong order")
-    if sum("gsb0" not in line for line in products) != 3:
+    if sum("gsb0" not in line for line in made) != 3:
         found.append("products that wait for each other")
     wanted = {"UTMALDG.2D": True, "UTMALDG.3D": True, "UTMASTG.4D": True}
     found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
-    if any(re.match(r"(ATOMG|RED)\b", o) for o in opcodes - {"ATOMG.E.ADD.STRONG.GPU"}):
-        found.append("atomics other than the tile counter's")
-    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
-    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
-    if (asked, kept) != ({232}, {40}) or kernel.registers * kernel.num_threads < 256 * 232 + 128 * 40:
-        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
     return found
 
 

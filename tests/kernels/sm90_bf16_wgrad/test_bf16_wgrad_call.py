@@ -11,13 +11,13 @@ import torch
 
 import padless
 from padless import Bf16WgradConfig, WgradConfig, grouped_gemm_wgrad
-from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_bf16_wgrad import host
 from padless.kernels.sm90_bf16_wgrad.config import Bf16WgradProblem, select_config, tiles_of
 from padless.reference.bf16 import grouped_gemm_wgrad_rows_reference
 from padless.testing.bits import same_bits
 from padless.testing.gradients import Rows, WgradShape, random_operands
 from support.bf16_problems import Shape, random_rows
+from support.weight_gradients import Recording
 
 SHAPE = Shape((33, 0, 129, 1), 3, 24, 72)
 
@@ -119,29 +119,6 @@ def test_copies_refuse_the_rows_config() -> None:
     dy, x = random_operands(WgradShape((33, 0), 3, 48, 80), "1d2d")
     with pytest.raises(ValueError, match="config is a Bf16WgradConfig; copies of grouped columns take a WgradConfig"):
         grouped_gemm_wgrad(dy, x, config=Bf16WgradConfig())
-
-
-class Recording:
-    """A device that keeps what it is asked to launch."""
-
-    kind = "ptx"
-    arch = "sm_90a"
-
-    def __init__(self) -> None:
-        self.launches: list[tuple[Any, ...]] = []
-
-    def num_sms(self, device: int) -> int:
-        return 132
-
-    def load(self, kernel: Any, device: int) -> Any:
-        return kernel.entry
-
-    def encode(self, spec: Any) -> bytes:
-        return emulated_driver().encode(spec)
-
-    def prepare(self, *arguments: Any) -> Any:
-        self.launches.append(arguments)
-        return lambda stream: None
 
 
 def test_one_launch_that_knows_no_number_of_tokens() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from padless.kernels.sm90_bf16_wgrad.config import BLOCKS_T, Bf16WgradConfig, Bf16WgradProblem, select_config, tiles_of
 from padless.kernels.sm90_bf16_wgrad.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import complaints, instructions
+from support.machine_code import complaints, edit_sources, hopper_complaints, instructions, products
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
@@ -38,18 +37,16 @@ def name_of(config: Bf16WgradConfig) -> str:
 def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
-    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    found = hopper_complaints(sass, kernel)
     shape = f"HGMMA.64x{config.block_n}x16.F32.BF16"
-    # A group that is committed where control flow has met is closed by a product of nothing.
-    empty = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0"
-    products = [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line) and line != empty]
+    made = products(sass)
     # A whole stage's, of which only the last ends a group: they run back to back; and one by one a group's last stage's.
     steps = config.block_t // 16
-    if len(products) != 2 * steps or any(not line.startswith(shape) for line in products):
-        found.append(f"{len(products)} products, not {2 * steps} {shape}")
-    if any(".tnspA.tnspB" not in line for line in products):
+    if len(made) != 2 * steps or any(not line.startswith(shape) for line in made):
+        found.append(f"{len(made)} products, not {2 * steps} {shape}")
+    if any(".tnspA.tnspB" not in line for line in made):
         found.append("an operand is not read MN-major")
-    if sum("gsb0" not in line for line in products) != steps - 1:
+    if sum("gsb0" not in line for line in made) != steps - 1:
         found.append("products that wait for each other")
     is_f32 = config.out_dtype == torch.float32
     wanted = {
@@ -61,12 +58,6 @@ def code_complaints(sass: list[str], config: Bf16WgradConfig, kernel: jit.Compil
     found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
     if any(o.startswith("STSM") for o in opcodes) == is_f32:
         found.append("stmatrix is for 16-bit output")
-    if any(re.match(r"(ATOMG|RED)\b", o) for o in opcodes - {"ATOMG.E.ADD.STRONG.GPU"}):
-        found.append("atomics other than the tile counter's")
-    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
-    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
-    if (asked, kept) != ({232}, {40}) or kernel.registers * kernel.num_threads < 256 * 232 + 128 * 40:
-        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
     return found
 
 
@@ -105,11 +96,7 @@ def test_a_kernel_compiles_into_what_it_should(config: Bf16WgradConfig, tmp_path
 
 
 def test_a_fence_left_out_is_put_in_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = "device/sm90/bf16_multiply.cuh"
-    sources = dict(jit.sources())
-    sources[file] = sources[file].replace("if (!WHOLE) wgmma_fence();\n    wgmma_commit", "wgmma_commit")
-    assert sources[file] != jit.sources()[file]
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    edit_sources(monkeypatch, "device/sm90/bf16_multiply.cuh", r"if \(!WHOLE\) wgmma_fence\(\);", "")
     kernel = jit.compile_kernel(KERNEL, "// planted\n" + CONFIGS[0].prelude(), "sm_90a")
     assert any("C7519" in line for line in complaints(kernel))
 

@@ -50,7 +50,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 
 @pytest.mark.parametrize("config", [NVFP4, pytest.param(MXFP4, marks=pytest.mark.slow)], ids=["NVFP4", "MXFP4"])
 def test_without_a_bug_nothing_is_found(config: Any) -> None:
-    assert detect(Bug("none", (), (), config, seeds=2)) == (None, [])
+    assert detect(Bug("none", config=config, seeds=2)) == (None, [])
 
 
 def test_names_differ() -> None:

@@ -11,7 +11,7 @@ import pytest
 from padless.kernels.sm90_fp4_dgrad.config import BLOCKS_M, Fp4DgradConfig, select_config
 from padless.kernels.sm90_fp4_dgrad.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import complaints, instructions
+from support.machine_code import complaints, hopper_complaints, instructions
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
@@ -35,7 +35,7 @@ def is_quick(config: Fp4DgradConfig) -> bool:
 def code_complaints(sass: list[str], config: Fp4DgradConfig, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
-    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    found = hopper_complaints(sass, kernel, 224, 56)
     products = [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line)]
     # Of a stage, for tiles of up to 64 rows and of more: two rounds of four that run back to back.
     shapes = sorted({min(config.block_m, 64), config.block_m})
@@ -49,12 +49,6 @@ def code_complaints(sass: list[str], config: Fp4DgradConfig, kernel: jit.Compile
         found.append("an operand is read in the wrong order")
     wanted = {"UTMALDG.2D", "UTMALDG.3D", "UTMASTG.4D", "LDSM.16.MT88.4"}
     found += [f"no {o}" for o in wanted - opcodes]
-    if any(re.match(r"(ATOMG|RED)\b", o) for o in opcodes - {"ATOMG.E.ADD.STRONG.GPU"}):
-        found.append("atomics other than the tile counter's")
-    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
-    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
-    if (asked, kept) != ({224}, {56}) or kernel.registers * kernel.num_threads < 256 * 224 + 128 * 56:
-        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
     return found
 
 

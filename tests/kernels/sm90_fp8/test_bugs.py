@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
-from padless.emulator import KINDS
 from padless.emulator.fake_driver import EmulatedDriver
 from support import emulator_bugs, emulator_bugs_shared
 from support.emulator_bugs import BASE, CLUSTER, FLOAT_OUT, MAIN, ROW_MAJOR, Bug
 from support.emulator_cases import make_case, run_case
 from support.emulator_variants import Variant
+from support.planted_bugs import assert_found, search
 
 BUGS = emulator_bugs.BUGS + emulator_bugs_shared.BUGS
 CONFIGS = {
@@ -29,28 +30,17 @@ CONFIGS = {
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
     case = make_case(bug.sizes, bug.n, bug.k, bug.config.scales)
-    driver = Variant("sm_90a", MAIN, bug.edits, bug.config, bug.nth)
-    kinds: list[str] = []
-    for seed in range(bug.seeds):
-        with driver.configured(
-            seed=seed, raise_on_reports=False, num_sms=bug.workers * bug.config.cluster_n, arithmetic="fast"
-        ):
-            right, result = run_case(driver, case, bug.config)
-        assert result is not None
-        kinds += [r.kind for r in result.reports]
-        found = bool(set(kinds) & set(bug.kinds)) if bug.kinds else (not right or bool(kinds))
-        if found:
-            return seed + 1, kinds
-    return None, kinds
+
+    def launch(driver: EmulatedDriver) -> Callable[[], bool]:
+        right, _ = run_case(driver, case, bug.config)
+        return lambda: right
+
+    return search(bug, MAIN, bug.config, launch, workers=bug.workers)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda b: b.name)
 def test_planted_bug_is_found(bug: Bug) -> None:
-    seeds, kinds = detect(bug)
-    assert seeds is not None, (
-        f"{bug.name}: not found on {bug.seeds} seeds; reports seen: {sorted(set(kinds)) or 'none'}"
-    )
-    assert set(bug.kinds) <= set(KINDS)
+    assert_found(bug, detect)
 
 
 def test_there_are_enough_bugs() -> None:

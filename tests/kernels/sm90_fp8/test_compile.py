@@ -16,7 +16,7 @@ from padless.kernels.epilogue_launch import QuantConfig
 from padless.kernels.sm90_fp8.config import SCALE_MAJORS, STORES, Problem, Sm90Fp8Config, fit_config, select_config
 from padless.kernels.sm90_fp8.host import KERNEL
 from padless.runtime import jit
-from support.machine_code import SHARED_LIMIT, complaints, instructions, moves_a_product
+from support.machine_code import SHARED_LIMIT, complaints, edit_sources, instructions, moves_a_product
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 ARCH = "sm_90a"
@@ -121,10 +121,7 @@ MULTIPLY = "sm90_fp8/multiply.cuh"
 
 def planted(monkeypatch: pytest.MonkeyPatch, file: str, pattern: str, replacement: str) -> jit.CompiledKernel:
     """The default kernel with one of its files changed."""
-    sources = dict(jit.sources())
-    sources[file], count = re.subn(pattern, replacement, sources[file])
-    assert count > 0, f"the kernel has nothing like {pattern!r} any more: plant another fault"
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    edit_sources(monkeypatch, file, pattern, replacement)
     prelude = f"// planted: {pattern} -> {replacement}\n"  # another text, so that no kept kernel is found
     return jit.compile_kernel(KERNEL, prelude + Sm90Fp8Config().prelude(), ARCH)
 

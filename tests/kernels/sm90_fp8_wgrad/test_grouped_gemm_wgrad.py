@@ -11,13 +11,13 @@ import torch
 
 import padless
 from padless import WgradConfig, grouped_gemm_wgrad
-from padless.emulator.fake_driver import emulated_driver
 from padless.kernels.sm90_fp8_wgrad import host
 from padless.kernels.sm90_fp8_wgrad.config import WgradProblem, tiles_of
 from padless.layouts import GroupedColumns
 from padless.reference.wgrad import grouped_gemm_wgrad_reference
 from padless.testing.bits import same_bits
 from padless.testing.gradients import WgradShape, random_operands
+from support.weight_gradients import Recording
 
 SHAPE = WgradShape((33, 0, 129, 1), 3, 48, 80)
 Operands = tuple[GroupedColumns, GroupedColumns]
@@ -164,33 +164,9 @@ def test_what_is_not_allowed_is_named(operands: Operands, what: str) -> None:
         grouped_gemm_wgrad(**{"dy": dy, "x": x, **change(dy, x)})
 
 
-class Recording:
-    """A device that keeps what it is asked to launch."""
-
-    kind = "ptx"
-    arch = "sm_90a"
-
-    def __init__(self, num_sms: int) -> None:
-        self._num_sms = num_sms
-        self.launches: list[tuple[Any, ...]] = []
-
-    def num_sms(self, device: int) -> int:
-        return self._num_sms
-
-    def load(self, kernel: Any, device: int) -> Any:
-        return kernel.entry
-
-    def encode(self, spec: Any) -> bytes:
-        return emulated_driver().encode(spec)
-
-    def prepare(self, *arguments: Any) -> Any:
-        self.launches.append(arguments)
-        return lambda stream: None
-
-
 def test_one_launch_that_knows_no_number_of_tokens(operands: Operands) -> None:
     """A persistent grid, and the same kernel for every M: one that stores and one that adds."""
-    driver = Recording(132)
+    driver = Recording()
     out = torch.empty((4, 48, 80))
     for sizes in ((33, 0, 129, 1), (0, 1000, 7, 2)):
         dy, x = random_operands(replace(SHAPE, sizes=sizes), "1d2d")

@@ -45,7 +45,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", [b for b in BUGS if b.quick and not b.kinds][:1], ids=lambda b: b.name)
 @pytest.mark.parametrize("onto", [False, True])
 def test_without_a_bug_nothing_is_found(bug: Bug, onto: bool) -> None:
-    innocent = Bug("none", (), (), bug.config, onto=onto, poisoned=True, seeds=2)
+    innocent = Bug("none", config=bug.config, onto=onto, poisoned=True, seeds=2)
     assert detect(innocent) == (None, [])
 
 

@@ -14,7 +14,7 @@ from padless.kernels.sm90_fp8_wgrad.config import MODES, WgradConfig, WgradProbl
 from padless.kernels.sm90_fp8_wgrad.host import KERNEL
 from padless.kernels.wgrad import GRADIENT_DTYPES
 from padless.runtime import jit
-from support.machine_code import complaints, instructions
+from support.machine_code import complaints, edit_sources, hopper_complaints, instructions, products
 
 pytestmark = pytest.mark.usefixtures("own_kernel_cache")
 
@@ -44,13 +44,11 @@ def name_of(config: WgradConfig) -> str:
 def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKernel) -> list[str]:
     """What is wrong with the instructions."""
     opcodes = {line.split()[0] for line in sass}
-    found = [f"{o} (local memory)" for o in opcodes if re.match(r"(LDL|STL)\b", o)]
+    found = hopper_complaints(sass, kernel)
     shape = "QGMMA.64x128x32.F32.E4M3.E4M3"
-    # A group that is committed where control flow has met is closed by a product of nothing.
-    empty = "HGMMA.64x8x16.F16 RZ, gdesc[URZ], RZ, !UPT, gsb0"
-    products = [line for line in sass if re.match(r"(QGMMA|HGMMA|IGMMA|HMMA)", line) and line != empty]
-    if len(products) < 4 or any(not line.startswith(shape) for line in products):
-        found.append(f"{len(products)} products, not all {shape}")
+    made = products(sass)
+    if len(made) < 4 or any(not line.startswith(shape) for line in made):
+        found.append(f"{len(made)} products, not all {shape}")
     is_f32, is_blocks = config.out_dtype == torch.float32, config.mode == "1d2d"
     wanted = {
         "UTMALDG.2D": True,
@@ -63,12 +61,6 @@ def code_complaints(sass: list[str], config: WgradConfig, kernel: jit.CompiledKe
     found += [f"{o}: {o in opcodes}" for o, there in wanted.items() if (o in opcodes) != there]
     if any(o.startswith("STSM") for o in opcodes) == is_f32:
         found.append("stmatrix is for 16-bit output")
-    if any(re.match(r"(ATOMG|RED)\b", o) for o in opcodes - {"ATOMG.E.ADD.STRONG.GPU"}):
-        found.append("atomics other than the tile counter's")
-    asked = {int(line.split(",")[-1], 16) for line in sass if line.startswith("USETMAXREG.TRY_ALLOC")}
-    kept = {int(line.split()[-1], 16) for line in sass if line.startswith("USETMAXREG.DEALLOC")}
-    if (asked, kept) != ({232}, {40}) or kernel.registers * kernel.num_threads < 256 * 232 + 128 * 40:
-        found.append(f"setmaxnreg asks for {asked} and keeps {kept} of {kernel.registers}")
     return found
 
 
@@ -112,11 +104,7 @@ def test_an_arrival_is_behind_a_use_of_every_load_of_its_stage(config: WgradConf
 
 
 def test_an_arrival_that_waits_for_no_load_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file = "sm90_fp8_wgrad/multiply.cuh"
-    sources = dict(jit.sources())
-    sources[file] = sources[file].replace("arrives = needed(arrives, of_column[0], of_column[1]);", "")
-    assert sources[file] != jit.sources()[file]
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    edit_sources(monkeypatch, "sm90_fp8_wgrad/multiply.cuh", r"arrives = needed\(arrives, of_column.*;", "")
     kernel = jit.compile_kernel(KERNEL, "// planted\n" + COLUMN_SCALES[0].prelude(), "sm_90a")
     assert scales_of_columns(instructions(kernel, tmp_path))[1]
 
@@ -143,11 +131,7 @@ def test_a_tile_too_large_for_the_registers_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_fence_left_out_is_put_in_by_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = "sm90_fp8_wgrad/multiply.cuh"
-    sources = dict(jit.sources())
-    sources[file] = sources[file].replace("if (!WHOLE) wgmma_fence();\n    wgmma_commit", "wgmma_commit")
-    assert sources[file] != jit.sources()[file]
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    edit_sources(monkeypatch, "sm90_fp8_wgrad/multiply.cuh", r"if \(!WHOLE\) wgmma_fence\(\);", "")
     kernel = jit.compile_kernel(KERNEL, "// planted\n" + CONFIGS[0].prelude(), "sm_90a")
     assert any("C7519" in line for line in complaints(kernel))
 

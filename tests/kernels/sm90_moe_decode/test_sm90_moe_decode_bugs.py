@@ -10,7 +10,16 @@ import torch
 
 from support.emulator_variants import Variant
 from support.moe_decode_bugs import BUGS, IMPATIENT, MAIN, Held
-from support.moe_decode_cases import Output, Tokens, draw_tokens, draw_weights, launch, scratch, several_launches
+from support.moe_decode_cases import (
+    Output,
+    Tokens,
+    draw_tokens,
+    draw_weights,
+    is_ready,
+    launch,
+    scratch,
+    several_launches,
+)
 from support.planted_bugs import Bug, assert_found, cases
 
 HIDDEN = 256
@@ -41,12 +50,6 @@ def calls() -> list[tuple[Tokens, torch.Tensor]]:
     return [(tokens, several_launches(WEIGHTS, tokens)) for tokens in drawn]
 
 
-def is_ready(memory: torch.Tensor, launches: int) -> bool:
-    """Whether scratch is as the next launch needs it: what the launch before the last one wrote is cleared."""
-    buffers = memory[32:].view(2, -1)
-    return memory[:3].tolist() == [launches, 0, 0] and not bool(buffers[launches % 2].any())
-
-
 def detect(bug: Bug) -> tuple[int | None, list[str]]:
     """(number of seeds needed, kinds reported until then); None if it was not found."""
     driver: Any = Variant("sm_90a", MAIN, bug.edits, IMPATIENT, bug.nth)
@@ -58,7 +61,7 @@ def detect(bug: Bug) -> tuple[int | None, list[str]]:
                 launch(driver, WEIGHTS, tokens, output.poisoned(len(tokens.ids)), memory)
             kinds += [report.kind for report in driver.last_result.reports]
             is_right = is_right and output.is_right(want) and is_ready(memory, n + 1)
-            if set(kinds) & set(bug.kinds) or (not bug.kinds and (kinds or not is_right)):
+            if bug.kinds & set(kinds) or (not bug.kinds and (kinds or not is_right)):
                 return tried + 1, kinds
     return None, kinds
 
@@ -70,7 +73,7 @@ def test_planted_bug_is_found(bug: Bug) -> None:
 
 @pytest.mark.slow
 def test_without_a_bug_nothing_is_found() -> None:
-    assert detect(Bug("none", (), (), seeds=len(SEEDS))) == (None, [])
+    assert detect(Bug("none", seeds=len(SEEDS))) == (None, [])
 
 
 def test_names_differ() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from padless.kernels.sm90_mxfp8.config import Sm90Mxfp8Config, select_config
 from padless.kernels.sm90_mxfp8.host import KERNEL
 from padless.kernels.table import find_route
 from padless.reference.gemm import grouped_gemm_reference
-from padless.runtime import jit
+from support.machine_code import edit_sources
 from support.sm90_mxfp8_cases import (
     DRIVER,
     NAN_SCALE,
@@ -235,12 +233,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    sources, count = dict(jit.sources()), 0
-    for file in FILES:
-        sources[file], found = re.subn(*BUGS[bug], sources[file])
-        count += found
-    assert count == 1, f"the kernel has {count} places like {BUGS[bug][0]!r}: plant another fault"
-    monkeypatch.setattr(jit, "sources", lambda: sources)
+    assert edit_sources(monkeypatch, FILES, *BUGS[bug]) == 1
     driver = type(DRIVER)()
     monkeypatch.setattr("support.sm90_mxfp8_cases.DRIVER", driver)  # a kernel prepared before is the right one
     problem = random_problem((66, 3), 72, 416)

@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_left_to_triton() -> None:
 
 def faults_of(bug: Bug | None, kernel: str) -> list[str]:
     """What a run of one CTA finds: kinds of report, and where bits differ. Several items, several bands."""
-    edits = () if bug is None else (bug.edit,)
+    edits = () if bug is None else bug.edits
     band = 1 if bug is None else bug.band
     driver: Variant
     if kernel == COLUMNS_MAIN:

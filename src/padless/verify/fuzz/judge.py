@@ -133,9 +133,9 @@ class Judge:
             near = torch.where(exact.isnan(), got.isnan(), near | (exact.abs() + tolerance > largest))
             self.wrong(name, ~near.all())
 
-    def written(self, name: str, output: GuardedOutput, valid: int | None = None, *, anything: bool = False) -> None:
+    def written(self, name: str, output: GuardedOutput, valid: int | None = None) -> None:
         """The rows were written, and nothing else; see `GuardedOutput.findings`."""
-        for finding, flag in output.findings(valid, anything=anything):
+        for finding, flag in output.findings(valid):
             self.wrong(f"{name}: {finding}", flag)
 
     def product(self, name: str, got: torch.Tensor, exact: LateProduct, precision: Precision) -> None:
@@ -199,7 +199,7 @@ class Discarding(Judge):
     def wrong(self, name: str, flag: torch.Tensor | bool) -> None:
         pass
 
-    def written(self, name: str, output: GuardedOutput, valid: int | None = None, *, anything: bool = False) -> None:
+    def written(self, name: str, output: GuardedOutput, valid: int | None = None) -> None:
         pass
 
     def same(self, name: str, got: torch.Tensor, want: Late) -> None:

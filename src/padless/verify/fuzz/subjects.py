@@ -7,6 +7,7 @@ from functools import partial
 from padless.runtime.choices import BackendName
 from padless.verify.bf16 import fuzz as plain
 from padless.verify.fuzz import (
+    activations,
     adapted_layers,
     adapters,
     decode,
@@ -99,8 +100,7 @@ SUBJECTS: dict[str, Subject] = {
         lines=layers.gather_lines
     ),
     "moe.activate_quantize": Subject(
-        layers.activation_constants, layers.activation_rest, layers.judge_activate_quantize, 6, 5, kind=kinds.activate,
-        lines=layers.activation_lines
+        activations.constants, activations.rest, activations.judge, 6, 5, kind=kinds.activate, lines=activations.lines
     ),
     "moe.combine": Subject(
         layers.combine_constants, layers.combine_rest, layers.judge_combine, 7, 5, kind=kinds.combine,

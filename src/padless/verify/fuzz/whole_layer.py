@@ -21,8 +21,9 @@ from padless.ops.grouped_gemm import grouped_gemm
 from padless.quantization.quantize import quantize
 from padless.testing.operands import moved
 from padless.verify.fuzz import exact
+from padless.verify.fuzz.activations import exact_activation
 from padless.verify.fuzz.case import Change, judge_case, turned, whole
-from padless.verify.fuzz.layers import EDGES, draw_ids, exact_activation, routing_of
+from padless.verify.fuzz.layers import EDGES, draw_ids, routing_of
 from padless.verify.fuzz.place import Place
 from padless.verify.fuzz.problem import DTYPES, Draw, Options
 from padless.verify.fuzz.products import arch_of
