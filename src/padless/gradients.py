@@ -1,4 +1,4 @@
-"""What a backward pass is asked for, and the refusal of second derivatives, which autograd would make up."""
+"""Inputs that a backward pass is asked for, and the refusal of second derivatives, which autograd would make up."""
 
 from __future__ import annotations
 

@@ -71,6 +71,6 @@ def check_adapter(module: LoraExperts, adapter: str) -> None:
         raise ValueError(f"adapter is {adapter!r}; allowed: {', '.join(map(repr, module.adapters))}")
     if any(hasattr(getattr(module, place)[adapter], "to_local") for _, place in _PLACES):
         raise ValueError(
-            f"adapter {adapter!r} has DTensors, parts on every rank; read it ahead of fully_shard, and write or merge it "
-            "behind unshard()"
+            f"adapter {adapter!r} has DTensors, parts on every rank; read it ahead of fully_shard, and write or merge "
+            "it behind unshard()"
         )
