@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from padless.formats import FP8_BLOCK
-from padless.nn import Experts, GroupedLinear, Recipe, experts_function, linear_function
+from padless.moe import Router, topk
+from padless.nn import Experts, GroupedLinear, MoE, Recipe, experts_function, linear_function
+from padless.nn.experts import SCORES
 from padless.nn.products import Rows
 from padless.quantization.quantize import dequantize, quantize
+from padless.runtime.choices import Score
 from support import fake_quant
 from support.training_layer import EVERY_RECIPE, Layer, gradients, layer, least_db, module, sqnr, truth, worst_row
 
@@ -168,6 +171,18 @@ def test_one_expert_has_all(name: str) -> None:
     got, want = gradients(module(problem, recipe), problem), fake_quant.step(problem, recipe)
     for what in want:
         assert worst_row(got[what], want[what]) <= 0.02, what
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("shift", [0.0, -50.0, -200.0])
+def test_the_routers_weights_are_those_of_topk(score: Score, shift: float) -> None:
+    """Also of logits so low that the sigmoids are next to nothing, and 0 in float32."""
+    layer, logits = MoE(16, 16, 16, 3, score=score), torch.randn(40, 16, generator=torch.Generator().manual_seed(7))
+    layer.router.weight.data = torch.eye(16)
+    _, ids, weights = layer.route(logits + shift)
+    wanted = topk(logits + shift, Router(3, score))
+    torch.testing.assert_close(weights, wanted.weights)
+    assert torch.equal(ids, wanted.ids) or (score, shift) == ("sigmoid", -200.0), "where all scores are 0, any three"
 
 
 @pytest.mark.parametrize("name", SOME)

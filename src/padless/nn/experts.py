@@ -24,6 +24,7 @@ from padless.distributed import ExpertParallel
 from padless.distributed.functions import tracked
 from padless.formats import NVFP4
 from padless.moe.checks import MAX_EXPERTS, MAX_TOP_K
+from padless.moe.twins import LEAST_SUM
 from padless.nn.codes import ExpertCodes, expert_codes
 from padless.nn.experts_function import Plan, apply_experts, check_gate_up, check_tokens
 from padless.nn.linear import QuantizedModule, check_dtype
@@ -248,7 +249,7 @@ class MoE(nn.Module):
     hidden, intermediate, num_experts: as for `Experts`. top_k: experts of a token, from 1 to 16.
     shared_intermediate: I of the shared gated expert, plain linear layers in ``dtype``; None for no such expert.
     score: "softmax" or "sigmoid", what turns the router's outputs into scores, in float32.
-    normalize: whether the scores of a token's experts are divided by their sum.
+    normalize: whether the scores of a token's experts are divided by their sum, as of `padless.moe.Router`.
     recipe, gate_up, delayed_wgrad, dtype, device, ep, keep_codes: as for `Experts`; the router's weight is in ``dtype``
         too. With ``ep`` every rank has the router and the shared expert, whose gradients are of its own tokens, and
         top_k is ep's.
@@ -312,7 +313,7 @@ class MoE(nn.Module):
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
         weights, index = scores.topk(self.top_k, dim=-1)
         if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)  # sigmoids may all be 0
         return scores, index, weights
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
