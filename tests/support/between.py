@@ -38,6 +38,7 @@ def with_one_between(
         return traced
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of instructions where settrace finds that somebody asked
     sys.settrace(traced)
     try:
         result = first()
