@@ -24,6 +24,7 @@ from padless.moe import moe
 from support.ragged import ROOT
 
 E, H, INTERMEDIATE, T, K = 5, 384, 256, 37, 2
+BACKEND = "cpu" if torch.version.cuda is None else "cuda"  # by which the loader chooses, with a GPU or without
 
 # In a process of its own, where importing padless is an error: loads the kernel of a folder, calls it on the tensors of
 # a file and stores the results.
@@ -80,7 +81,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The kernel, loaded into this process next to padless."""
     kernels = pytest.importorskip("kernels", reason="the hub's loader is not installed")
     folder = tmp_path_factory.mktemp("hub")
-    build_hub_kernel.build(folder, "cpu")
+    build_hub_kernel.build(folder, BACKEND)
     loaded = kernels.get_local_kernel(folder)
     assert kernels.get_local_kernel(folder) is loaded
     return loaded
@@ -90,7 +91,7 @@ def test_the_loader_of_the_hub_takes_it_and_it_has_padless_bits(tmp_path: Path) 
     pytest.importorskip("kernels", reason="the hub's loader is not installed")
     given = problem()
     torch.save(given, tmp_path / "given.pt")
-    build_hub_kernel.build(tmp_path / "hub", "cpu")
+    build_hub_kernel.build(tmp_path / "hub", BACKEND)
     (tmp_path / "child.py").write_text(CHILD)
     command = [sys.executable, *(str(tmp_path / name) for name in ("child.py", "hub", "given.pt", "found.pt"))]
     free = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
@@ -130,7 +131,7 @@ def test_versions_live_in_one_process(kernel: Any, tmp_path: Path, monkeypatch: 
     with (changed / "formats.py").open("a") as file:
         file.write("\nCHANGED = True\n")
     monkeypatch.setattr(build_hub_kernel, "SOURCE", changed)
-    build_hub_kernel.build(tmp_path / "two", "cpu")
+    build_hub_kernel.build(tmp_path / "two", BACKEND)
     two = importlib.import_module("kernels").get_local_kernel(tmp_path / "two")
     assert kernel.__name__ != two.__name__
     assert len({id(module.BlockScaledTensor) for module in (kernel, two, padless)}) == 3
