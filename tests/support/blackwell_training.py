@@ -60,7 +60,8 @@ def main(name: str, bug: str = "") -> dict[str, Any]:
         return t
 
     def gradients(ctx: Any, dout: torch.Tensor) -> Any:
-        facts = {name: getattr(ctx, name) for name in ("plan", "needs_input_grad", "dtypes", "weights", "facts")}
+        names = ("plan", "needs_input_grad", "next_functions", "dtypes", "weights", "facts")
+        facts = {name: getattr(ctx, name) for name in names}
         with pretended:
             saved = [marked(t) for t in ctx.saved_tensors]
             return right(SimpleNamespace(**facts, saved_tensors=saved), marked(dout))
